@@ -1,0 +1,1 @@
+"""Adapter files: PEFT folders to per-site A and B."""

@@ -1,0 +1,1 @@
+"""Layers that carry adapters around the modules of a model."""
