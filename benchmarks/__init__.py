@@ -1,0 +1,1 @@
+"""Side-by-side benchmarks of every installed backend: `python -m benchmarks --help`."""

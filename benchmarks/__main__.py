@@ -1,0 +1,95 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import dense, environment, report
+from benchmarks.grid import dense_cells
+from benchmarks.peers import kit_versions, load_kit
+from benchmarks.results import ResultFile, merge
+from lora_core import list_backends
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--out", type=Path, help="result file, added to; default build/bench/WHAT.json")
+    common.add_argument("--backends", help="comma-separated; default: all installed but the reference")
+    common.add_argument("--peers", type=Path, help="folder of a peers kit")
+    common.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    common.add_argument("--budget-s", type=float, default=float("inf"), help="stop after this long")
+    common.add_argument("--again", action="store_true", help="also cells that are measured already")
+
+    grid = argparse.ArgumentParser(add_help=False)
+    grid.add_argument("--grid", choices=["smoke", "judged", "full"], default="judged")
+    grid.add_argument("--cell-s", type=float, default=2.0, help="time for the rounds of one cell")
+    grid.add_argument("--only", help="cells whose description contains this text")
+
+    command = commands.add_parser("dense", parents=[common, grid], help="linear sites")
+    command.set_defaults(run=_dense)
+    command = commands.add_parser("merge", help="merge result files of one card")
+    command.add_argument("target", type=Path)
+    command.add_argument("sources", type=Path, nargs="+")
+    command.set_defaults(run=lambda o: print(merge(o.target, o.sources), "rows in", o.target) or 0)
+    command = commands.add_parser("report", help="tables and bars of result files")
+    command.add_argument("files", type=Path, nargs="+")
+    command.set_defaults(run=lambda o: print(report.tables(o.files)) or 0)
+    return parser
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    if options.backends:
+        return [name for name in options.backends.split(",") if name]
+    return [spec.name for spec in list_backends() if spec.name != "torch"]
+
+
+def _file(options: argparse.Namespace, what: str) -> ResultFile:
+    return ResultFile(
+        options.out or Path("build/bench") / f"{what}.json",
+        card=environment.card(torch.device(options.device)),
+        versions=environment.versions(kit_versions(options.peers)),
+        commit=environment.commit(),
+    )
+
+
+def _dense(options: argparse.Namespace) -> int:
+    began, device = time.perf_counter(), torch.device(options.device)
+    names, kit, results = _names(options), load_kit(options.peers), _file(options, "dense")
+    cells = [c for c in dense_cells(options.grid) if not options.only or options.only in repr(c)]
+    for done, cell in enumerate(cells):
+        if not options.again and results.has(cell.asked(), names):
+            continue
+        if time.perf_counter() - began > options.budget_s:
+            print(f"time is up after {done} of {len(cells)} cells; run again to go on")
+            break
+        try:
+            row = dense.measure(cell, names, kit, device=device, seconds=options.cell_s)
+        except Exception as error:  # noqa: BLE001 - one cell must not end a run on borrowed time
+            print(f"{cell.site} T={cell.tokens}: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        results.add(row)
+        print(report.line(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Tables of result files: each cell against its bar, means and worst cells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.results import Row
+from benchmarks.stats import geometric_mean
+
+NO_CELL_ABOVE = 0.95
+_PREFILL_ABOVE = 512
+
+
+def best_peer_us(row: Row) -> float | None:
+    """The fastest peer of a row, counted as at least the physical limit."""
+    return max(min(row["peers"].values()), row["limit_us"]) if row.get("peers") else None
+
+
+def bar_us(row: Row) -> float | None:
+    """What a cell has to reach: half of its best peer, or 1.25 times the limit where that is more."""
+    best = best_peer_us(row)
+    return None if best is None else max(0.5 * best, 1.25 * row["limit_us"])
+
+
+def describe(row: Row) -> str:
+    """A cell in a few words."""
+    what = row.get("site") or f"{row['shape']} {row['layout']}"
+    mix = "" if row.get("mix", "even") == "even" else f" ({row['mix']})"
+    return f"{what} T={row['tokens']} x{row['adapters']} r{row['rank']}{mix}"
+
+
+def line(row: Row) -> str:
+    """One row in one line: base, ours, bar, peers, what failed."""
+    bar = bar_us(row)
+    parts = [f"{describe(row):44s} base {row.get('base_us', 0.0):8.1f}"]
+    parts += [f"{n} {us:.1f}" for n, us in sorted(row["ours"].items(), key=lambda item: item[1])]
+    if bar is not None:
+        parts.append(f"| bar {bar:.1f} limit {row['limit_us']:.1f}")
+        parts += [f"{n} {us:.1f}" for n, us in sorted(row["peers"].items(), key=lambda item: item[1])]
+    parts += ["" if row.get("counts") else "(wide)"]
+    parts += [f"!! {name}: {what}" for name, what in row.get("errors", {}).items()]
+    return "  ".join(parts)
+
+
+def kind(row: Row) -> str:
+    """Which geometric mean a row belongs to."""
+    family = "dense" if "site" in row else "experts"
+    return f"{family} {'prefill' if row['tokens'] > _PREFILL_ABOVE else 'decode'}"
+
+
+def ratios(rows: Iterable[Row], backend: str | None = None) -> dict[str, list[tuple[float, Row]]]:
+    """Ours over the best peer, by kind; `backend` None takes the best of ours in each cell."""
+    found: dict[str, list[tuple[float, Row]]] = {}
+    for row in rows:
+        best, ours = best_peer_us(row), row["ours"]
+        mine = min(ours.values(), default=None) if backend is None else ours.get(backend)
+        if best is not None and mine is not None:
+            found.setdefault(kind(row), []).append((max(mine, 0.01) / best, row))
+    return found
+
+
+def tables(files: Iterable[Path]) -> str:
+    """Means, cells at their bar, and the worst cells of each backend."""
+    lines = []
+    for path in files:
+        held = json.loads(path.read_text())
+        rows = [row for row in held["rows"] if "ours" in row]
+        names = sorted({name for row in rows for name in row["ours"]})
+        lines.append(f"{path}: {held['card']}, {held['commit']}, {len(rows)} cells")
+        for name in [*names, None]:
+            for group, entries in sorted(ratios(rows, name).items()):
+                mean = geometric_mean([ratio for ratio, _ in entries])
+                mine = [(min(r["ours"].values()) if name is None else r["ours"][name], r) for _, r in entries]
+                reached = sum(us <= (bar_us(r) or 0.0) for us, r in mine)
+                worst = sorted(entries, key=lambda e: -e[0])[:3]
+                lines.append(
+                    f"  {name or 'best of ours':22s} {group:16s} mean {mean:.2f}, {reached} of {len(entries)} "
+                    f"cells at their bar, {sum(r > NO_CELL_ABOVE for r, _ in entries)} above {NO_CELL_ABOVE}; "
+                    "worst " + ", ".join(f"{describe(r)} {ratio:.2f}" for ratio, r in worst)
+                )
+    return "\n".join(lines)
