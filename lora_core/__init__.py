@@ -27,9 +27,16 @@ if TYPE_CHECKING:
     from lora_core.hookspecs import hookimpl as hookimpl
     from lora_core.manager import LoRAManager as LoRAManager
     from lora_core.manager import LoRARequest as LoRARequest
+    from lora_core.moe import MoECapabilities as MoECapabilities
+    from lora_core.moe import MoELoRABackend as MoELoRABackend
+    from lora_core.moe import MoELoRAWeights as MoELoRAWeights
+    from lora_core.moe import MoERoute as MoERoute
+    from lora_core.moe import MoERouting as MoERouting
     from lora_core.plugins import explain as explain
     from lora_core.plugins import list_backends as list_backends
+    from lora_core.plugins import list_moe_backends as list_moe_backends
     from lora_core.plugins import load_backend as load_backend
+    from lora_core.plugins import load_moe_backend as load_moe_backend
     from lora_core.weights import LoRAWeights as LoRAWeights
     from lora_core.weights import SliceLayout as SliceLayout
     from lora_core.workspace import Workspace as Workspace
@@ -49,6 +56,11 @@ _HOMES = {
     "LoRAManager": "manager",
     "LoRARequest": "manager",
     "LoRAWeights": "weights",
+    "MoECapabilities": "moe",
+    "MoELoRABackend": "moe",
+    "MoELoRAWeights": "moe",
+    "MoERoute": "moe",
+    "MoERouting": "moe",
     "Mode": "capabilities",
     "NO_LORA": "batch",
     "Op": "capabilities",
@@ -58,7 +70,9 @@ _HOMES = {
     "explain": "plugins",
     "hookimpl": "hookspecs",
     "list_backends": "plugins",
+    "list_moe_backends": "plugins",
     "load_backend": "plugins",
+    "load_moe_backend": "plugins",
     "token_slots": "batch",
 }
 

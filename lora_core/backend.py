@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from lora_core import contract as _contract
+from lora_core._family import Placed, check_signature, still_abstract
 from lora_core.batch import BatchInfo, LoRABatch
 from lora_core.capabilities import Capabilities, GraphKind, Op
 from lora_core.errors import (
@@ -55,7 +56,7 @@ _PAIR = ("prepare_batch", "reset_batch_state")
 _METHODS = (*_PAIR, "init_graph", "shrink", "expand", "linear", "embedding", "lm_head")
 
 
-class LoRABackend(ABC, Generic[InfoT]):
+class LoRABackend(Placed, ABC, Generic[InfoT]):
     """One kernel family behind the contract. One instance: one live batch, one thread, one stream.
 
     Attributes:
@@ -77,9 +78,7 @@ class LoRABackend(ABC, Generic[InfoT]):
     def __init__(
         self, *, device: torch.device | str | None = None, config: BackendConfig | None = None
     ) -> None:
-        self.device = torch.device(device) if device is not None else self.default_device()
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = self.resolve_device(device)
         self.config = config if config is not None else BackendConfig()
         self.workspace = Workspace(self.device)
 
@@ -100,34 +99,14 @@ class LoRABackend(ABC, Generic[InfoT]):
             )
         for method in _METHODS:
             if method in own:
-                _check_signature(cls, method)
-        if not inspect.isabstract(cls) and not _still_abstract(cls):
+                check_signature(LoRABackend, cls, method)
+        if not inspect.isabstract(cls) and not still_abstract(cls):
             for attribute in ("name", "contract", "capabilities"):
                 if not hasattr(cls, attribute):
                     raise ContractError(f"{cls.__qualname__} does not set the class attribute {attribute!r}")
             if not isinstance(cls.capabilities, Capabilities):
                 raise ContractError(f"{cls.__qualname__}.capabilities must be a lora_core.Capabilities")
             _contract.parse_version(cls.contract)
-
-    # -- where it runs -----------------------------------------------------------------------
-
-    @classmethod
-    def unavailable_reason(cls, device: torch.device | None = None) -> str | None:
-        """Why this backend cannot run here (on `device`, or anywhere), or None when it can."""
-        types = sorted(cls.capabilities.device_types)
-        if device is not None and device.type not in types:
-            return f"it runs on {', '.join(types)}, not on {device.type}"
-        usable = [t for t in types if t != "cuda" or torch.cuda.is_available()]
-        if not usable or (device is not None and device.type not in usable):
-            return "torch sees no CUDA device"
-        return None
-
-    @classmethod
-    def default_device(cls) -> torch.device:
-        """The device used when none is named: the first CUDA device where claimed and present."""
-        if "cuda" in cls.capabilities.device_types and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
 
     # -- batch state: a required pair ----------------------------------------------------------
 
@@ -360,21 +339,4 @@ class LoRABackend(ABC, Generic[InfoT]):
             op=where or op.value,
             limit=f"ops {sorted(self.capabilities.ops)}",
             value=op.value,
-        )
-
-
-def _still_abstract(cls: type) -> bool:
-    """Whether `cls` leaves an abstract method open; `inspect.isabstract` is not set up this early."""
-    return any(getattr(getattr(cls, name, None), "__isabstractmethod__", False) for name in dir(cls))
-
-
-def _check_signature(cls: type, method: str) -> None:
-    """Refuse an override whose parameters are not exactly the contract's."""
-    expected = inspect.signature(getattr(LoRABackend, method)).parameters
-    found = inspect.signature(getattr(cls, method)).parameters
-    if [(p.name, p.kind) for p in expected.values()] != [(p.name, p.kind) for p in found.values()]:
-        wanted = str(inspect.signature(getattr(LoRABackend, method)))
-        raise ContractError(
-            f"{cls.__qualname__}.{method} has parameters ({', '.join(found)}), the contract's are {wanted}: "
-            "tensors first, everything after them keyword-only, no *args or **kwargs"
         )
