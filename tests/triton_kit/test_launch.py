@@ -1,0 +1,114 @@
+"""Launch: binding, specialisation, and what reaches Triton's launcher.
+
+Without a GPU the compiled kernel is a recorder: these tests pin which calls may share a kernel and
+exactly what the launcher is handed. Values are checked in test_interpreter.py and on GPUs.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from lora_core.triton_kit import launch as launch_module
+from lora_core.triton_kit.launch import Launch, specialisation
+
+
+@triton.jit
+def _kernel(x, n, BLOCK: tl.constexpr, FLAG: tl.constexpr):
+    pass
+
+
+@triton.jit
+def _wrong_order(x, BLOCK: tl.constexpr, n):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (16, 32, True),
+        (16, 0, True),
+        (1, 5, False),
+        (1, 16, False),
+        (16, 17, False),
+        (5, 7, True),
+        (2**40, 16, False),
+        (2**40, 2**41, True),
+        (2**40 + 1, 5, False),
+        (2.0, 3.0, True),
+        (1.0, 1, False),
+    ],
+)
+def test_integers_share_a_kernel_exactly_where_triton_compiles_the_same(
+    first: float, second: float, shared: bool
+) -> None:
+    assert (specialisation(first) == specialisation(second)) is shared
+
+
+def test_tensors_are_told_apart_by_dtype_and_alignment() -> None:
+    storage = torch.zeros(64, dtype=torch.float32)
+    aligned, off = storage[4:], storage[1:]
+    assert specialisation(storage) == specialisation(aligned)
+    assert specialisation(storage) != specialisation(off)
+    assert specialisation(storage) != specialisation(storage.view(torch.int32))
+
+
+def test_constexprs_must_all_be_bound_and_come_last() -> None:
+    with pytest.raises(TypeError, match=r"_kernel: constexpr parameters \['FLAG'\] are not bound"):
+        Launch(_kernel, BLOCK=16)
+    with pytest.raises(TypeError, match="_wrong_order: run-time parameters must come before"):
+        Launch(_wrong_order, BLOCK=16)
+
+
+class _Recorder:
+    """Stands for a jitted kernel: counts compilations, keeps what its launcher is called with."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def first(*args: Any, **options: Any) -> Any:
+            self.compiled.append((grid, args, options))
+            return SimpleNamespace(
+                run=lambda *call: self.launched.append(call), function=77, packed_metadata=(4, 1, 0)
+            )
+
+        return first
+
+
+class _OnDevice(torch.Tensor):
+    """A CPU tensor that claims to be on a CUDA device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+def test_the_second_call_goes_straight_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    active = SimpleNamespace(get_current_stream=lambda index: 1000 + index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+    bound, kernel = Launch(_kernel, BLOCK=16, FLAG=True, num_warps=2), _Recorder()
+    bound.kernel = kernel
+    x = torch.zeros(64).as_subclass(_OnDevice)
+    bound((3, 2, 1), x, 32)
+    assert kernel.compiled == [
+        ((3, 2, 1), (x, 32, 16, True), {"enable_fp_fusion": True, "num_warps": 2})
+    ]
+    assert kernel.launched == []
+    bound((5, 1, 1), x, 48)
+    assert len(kernel.compiled) == 1
+    assert kernel.launched == [
+        (5, 1, 1, 1000, 77, (4, 1, 0), None, None, None, x.data_ptr(), 48, 16, True)
+    ]
+    bound((5, 1, 1), x, 1)  # specialised: another kernel, in whichever order the two are met
+    bound((5, 1, 1), x[1:], 48)
+    assert [call[1][1] for call in kernel.compiled] == [32, 1, 48]
