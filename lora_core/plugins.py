@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, metadata
@@ -42,7 +41,21 @@ class _BuiltinBackends:
     def lora_core_backends(self) -> list[BackendSpec]:
         return [
             BackendSpec(
-                "torch", "reference in plain torch, any device", "lora_core.torch_backend:TorchBackend", 0
+                "torch",
+                "reference in plain torch, any device",
+                "lora_core.torch_backend:TorchBackend",
+                0,
+            )
+        ]
+
+    @hookspecs.hookimpl
+    def lora_core_moe_backends(self) -> list[BackendSpec]:
+        return [
+            BackendSpec(
+                "torch",
+                "reference for experts in plain torch, any device",
+                "lora_core.torch_moe_backend:TorchMoEBackend",
+                0,
             )
         ]
 
@@ -77,22 +90,27 @@ class Registry:
 @cache
 def registry() -> Registry:
     """Discover once per process; `registry.cache_clear()` makes the next call discover again."""
-    switched_off = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
+    switched_off = {
+        name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()
+    }
     plugins = pluggy.PluginManager(hookspecs.PROJECT)
     plugins.add_hookspecs(hookspecs)
     result = Registry(plugins)
     _collect(result, _BuiltinBackends(), "lora-core", switched_off)
-    for entry in sorted(metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), key=lambda e: e.name):
+    for entry in sorted(
+        metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP), key=lambda e: e.name
+    ):
         distribution = entry.dist.name if entry.dist is not None else entry.value
-        label = distribution if distribution == entry.name else f"{entry.name} (from {distribution})"
+        label = (
+            distribution if distribution == entry.name else f"{entry.name} (from {distribution})"
+        )
         if entry.name in switched_off:
             result.disabled.add(entry.name)
             continue
         try:
-            plugin = entry.load()
-            _collect(result, plugin, distribution, switched_off)
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's module raises on import
-            result.failed[label] = f"{type(error).__name__}: {error}"
+            _collect(result, entry.load(), distribution, switched_off)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module may raise anything
+            result.failed[label] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             logger.warning("lora_core plugin %s failed to load: %s", label, result.failed[label])
     return result
 
@@ -100,22 +118,23 @@ def registry() -> Registry:
 def _collect(result: Registry, plugin: object, distribution: str, switched_off: set[str]) -> None:
     """Register one plugin and take its specs; on any fault it is unregistered again."""
     manager = result.plugins
-    name = manager.register(plugin)
-    if name is None:
-        raise PluginError(f"{plugin!r} is registered twice")
     try:
+        manager.register(plugin)
         manager.check_pending()  # a marked function that no hook is named after
-        hooks = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
-        if not hooks:
+        specs = {
+            family: _specs(hook, implementation.function())
+            for family, hook in _HOOKS.items()
+            for implementation in getattr(manager.hook, hook).get_hookimpls()
+            if implementation.plugin is plugin
+        }
+        if not specs:
             raise PluginError(
-                f"implements no hook; mark a function named {' or '.join(_HOOKS.values())} with lora_core.hookimpl"
+                f"it implements no hook: mark a function named {' or '.join(_HOOKS.values())} "
+                "with lora_core.hookimpl"
             )
-        specs: dict[Family, list[BackendSpec]] = {}
-        for family, hook in _HOOKS.items():
-            if hook in hooks:
-                specs[family] = list(_check_specs(hook, getattr(plugin, hook)()))
     except BaseException:
-        manager.unregister(plugin)
+        if manager.is_registered(plugin):
+            manager.unregister(plugin)
         raise
     for family, listed in specs.items():
         for spec in listed:
@@ -125,15 +144,21 @@ def _collect(result: Registry, plugin: object, distribution: str, switched_off: 
             result.found[family].setdefault(spec.name, []).append(FoundBackend(spec, distribution))
 
 
-def _check_specs(hook: str, specs: Iterable[object]) -> Iterable[BackendSpec]:
-    for spec in specs:
-        if not isinstance(spec, BackendSpec):
-            raise PluginError(f"{hook} returned {spec!r}, expected a list of lora_core.BackendSpec")
+def _specs(hook: str, answer: object) -> list[BackendSpec]:
+    """What a hook returned, if it is what the hook promises.
+
+    Raises:
+        PluginError: it is not.
+    """
+    if not isinstance(answer, list) or not all(isinstance(spec, BackendSpec) for spec in answer):
+        raise PluginError(f"{hook} returned {answer!r}, expected a list of lora_core.BackendSpec")
+    for spec in answer:
         if spec.target.count(":") != 1:
             raise PluginError(
-                f"{hook} gives backend {spec.name!r} the target {spec.target!r}, expected 'package.module:Class'"
+                f"{hook} gives backend {spec.name!r} the target {spec.target!r}, "
+                "expected 'package.module:Class'"
             )
-        yield spec
+    return answer
 
 
 # -- dense ------------------------------------------------------------------------------------------
@@ -162,7 +187,7 @@ def load_backend(
         BackendUnavailableError: it cannot run here; the message has the reason.
         PluginError: two distributions claim the name, or its import string leads nowhere.
     """
-    backend = _load_class("dense", name, device)(device=device, config=config)
+    backend: LoRABackend[Any] = _load_class("dense", name, device)(device=device, config=config)
     logger.debug("loaded backend %r on %s", backend.name, backend.device)
     return backend
 
@@ -194,7 +219,9 @@ def load_moe_backend(
     config: BackendConfig | None = None,
 ) -> MoELoRABackend[Any]:
     """Like `load_backend`, for experts."""
-    return _load_class("moe", name, device)(device=device, config=config)
+    backend: MoELoRABackend[Any] = _load_class("moe", name, device)(device=device, config=config)
+    logger.debug("loaded experts backend %r on %s", backend.name, backend.device)
+    return backend
 
 
 # -- both -------------------------------------------------------------------------------------------
@@ -210,8 +237,12 @@ def _load_class(family: Family, name: str | None, device: torch.device | str | N
         reasons = _availability(family, device)
         usable = [spec for spec in _listed(family) if reasons[spec.name] is None]
         if not usable:
-            detail = "; ".join(f"{n}: {reason}" for n, reason in reasons.items()) or "none is installed"
-            raise BackendUnavailableError(f"no {family} backend is available on {device or 'this machine'}: {detail}")
+            detail = (
+                "; ".join(f"{n}: {reason}" for n, reason in reasons.items()) or "none is installed"
+            )
+            raise BackendUnavailableError(
+                f"no {family} backend is available on {device or 'this machine'}: {detail}"
+            )
         name = usable[0].name
     claims = registry().found[family].get(name)
     if claims is None:
@@ -268,7 +299,14 @@ def _unavailable_reason(
         return error
     import torch
 
-    reason: str | None = backend_class.unavailable_reason(torch.device(device) if device is not None else None)
+    try:
+        where = torch.device(device) if device is not None else None
+    except RuntimeError:
+        return f"{device!r} is no device that torch knows"
+    try:
+        reason: str | None = backend_class.unavailable_reason(where)
+    except Exception as error:  # noqa: BLE001 - a stranger's check must not hide the other backends
+        return f"its own check failed: {type(error).__name__}: {' '.join(str(error).split())}"
     return reason
 
 
@@ -286,7 +324,9 @@ def _import_class(claim: FoundBackend) -> type[Any]:
         backend_class: type[Any] = getattr(import_module(module), attribute)
         check_supported(f"backend {spec.name!r}", backend_class.contract)
         if backend_class.name != spec.name:
-            raise PluginError(f"it is registered as {spec.name!r} but its class says {backend_class.name!r}")
+            raise PluginError(
+                f"it is registered as {spec.name!r} but its class says {backend_class.name!r}"
+            )
     except Exception as error:
         raise PluginError(
             f"backend {spec.name!r} (from {claim.distribution}) failed to load {spec.target!r}: "

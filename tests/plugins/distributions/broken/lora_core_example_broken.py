@@ -1,0 +1,3 @@
+"""Needs a package that nobody has."""
+
+import a_package_that_is_not_there  # noqa: F401

@@ -1,0 +1,5 @@
+"""Forgot the marker."""
+
+
+def lora_core_backends() -> list[object]:
+    return []

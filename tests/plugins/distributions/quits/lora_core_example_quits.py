@@ -1,0 +1,3 @@
+"""Ends the interpreter."""
+
+raise SystemExit("licence expired")
