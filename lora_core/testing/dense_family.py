@@ -1,0 +1,12 @@
+"""The family of dense checks: what `LoRABackend` promises."""
+
+from __future__ import annotations
+
+from lora_core.testing.engine import Family
+from lora_core.testing.subject import Subject
+
+DENSE: Family[Subject] = Family(
+    name="dense",
+    subject=Subject,
+    modules=("lora_core.testing.dense_values",),
+)
