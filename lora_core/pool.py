@@ -1,0 +1,414 @@
+"""SlotPool: the adapters' places on the device.
+
+Every site has its stacked weights over all slots; a slot is one adapter's row in each of them. Moving
+an adapter in writes the sites it changes and silences, by rank 0, those that only its predecessor
+changed, so an evicted adapter cannot be seen by the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lora_core.adapters.packing import PackedAdapter, SiteUpdate
+from lora_core.backend import LoRABackend
+from lora_core.capabilities import Op
+from lora_core.errors import UnsupportedAdapterError, UnsupportedOpError
+from lora_core.layers.base import LoRALayer
+from lora_core.memory import require_bytes
+from lora_core.sites import Site
+
+_log = logging.getLogger("lora_core.pool")
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Optional tensors of a site's weights that an adapter makes necessary."""
+
+    output_scale: bool
+    bias: bool
+
+
+class SlotPool:
+    """The device side of a manager; knows slots and tensors, not names of adapters.
+
+    Args:
+        backend: allocates the weights; its device and claims count.
+        max_loras: S, slots of every site.
+        max_rank: R, room of every slot.
+        target_modules: sites that get their weights at once and outside of which no adapter may lie:
+            names or their ends, or "all-linear". None: every site, when its first adapter comes.
+
+    Attributes:
+        layers: the wrapped modules by site name.
+        generation: changes whenever weights were allocated or replaced. A graph captured at another
+            generation does not see the newer ones.
+    """
+
+    def __init__(
+        self,
+        backend: LoRABackend[Any],
+        *,
+        max_loras: int,
+        max_rank: int,
+        target_modules: Iterable[str] | str | None = None,
+    ) -> None:
+        limit = backend.capabilities.max_rank
+        if limit is not None and max_rank > limit:
+            raise UnsupportedOpError(
+                backend=backend.name,
+                op="max_rank",
+                limit=f"rank {limit}",
+                value=f"max_rank {max_rank}",
+            )
+        self.backend, self.max_loras, self.max_rank = backend, max_loras, max_rank
+        self.target_modules = (
+            target_modules
+            if isinstance(target_modules, str) or target_modules is None
+            else tuple(target_modules)
+        )
+        self.layers: dict[str, LoRALayer] = {}
+        self.generation = 0
+        self._live: list[dict[str, SiteUpdate]] = [{} for _ in range(max_loras)]
+        self._cuda = backend.device.type == "cuda"
+        self._written: dict[int, torch.cuda.Event] = {}
+        self._used: list[dict[int, torch.cuda.Event]] = [{} for _ in range(max_loras)]
+        self._copy_stream: torch.cuda.Stream | None = None
+
+    # -- sites -----------------------------------------------------------------------------------
+
+    def add_layers(self, layers: Mapping[str, LoRALayer]) -> None:
+        """Register wrapped modules; those named by `target_modules` get their weights now.
+
+        Raises:
+            ValueError: a site twice.
+            UnsupportedOpError: a targeted site that the backend cannot serve.
+            InsufficientMemoryError: their weights would not fit; nothing is registered then.
+        """
+        for name, layer in layers.items():
+            if layer.site.name != name or name in self.layers:
+                raise ValueError(
+                    f"layer {name!r} is registered already or is the layer of {layer.site.name!r}"
+                )
+        targeted = [layer for layer in layers.values() if self._is_targeted(layer.site)]
+        if self.target_modules is None:
+            targeted = []
+        for layer in targeted:
+            self._require_op(layer, f"target_modules names {layer.site.name}")
+        self._require_memory(
+            {layer.site.name: _Needs(False, False) for layer in targeted}, layers, "target_modules"
+        )
+        self.layers.update(layers)
+        for layer in targeted:
+            self._allocate(layer)
+
+    def remove_layers(self) -> None:
+        """Take the weights away from every layer and forget them all."""
+        for layer in self.layers.values():
+            layer.weights = None
+        self.layers.clear()
+        self._live = [{} for _ in range(self.max_loras)]
+        self.generation += 1
+
+    def _is_targeted(self, site: Site) -> bool:
+        wanted = self.target_modules
+        if wanted is None:
+            return True
+        if wanted == "all-linear":
+            return site.kind in {"linear", "experts"}
+        patterns = (wanted,) if isinstance(wanted, str) else wanted
+        names = (site.name, *site.slice_names)
+        return any(name == p or name.endswith(f".{p}") for name in names for p in patterns)
+
+    # -- what an adapter needs ---------------------------------------------------------------------
+
+    def check(self, packed: PackedAdapter, name: str) -> None:
+        """Refuse, before anything is taken, an adapter that cannot be applied exactly here.
+
+        Raises:
+            UnsupportedAdapterError: rank over the limit, outside of `target_modules`, or something
+                that the backend does not claim.
+        """
+        claims = self.backend.capabilities
+        for site_name, update in packed.sites.items():
+            layer = self.layers[site_name]
+            who = f"adapter {name!r}: {site_name}"
+            rank = int(update.ranks.max())
+            if rank > self.max_rank:
+                raise UnsupportedAdapterError(
+                    f"{who} has rank {rank}, but this pool has room for rank {self.max_rank}. "
+                    f"Build the manager with max_rank={rank} or more."
+                )
+            if not self._is_targeted(layer.site):
+                raise UnsupportedAdapterError(
+                    f"{who} is outside of target_modules {self.target_modules!r}, for which alone there is room"
+                )
+            self._require_op(layer, who)
+            for op, tensor, meaning in (
+                (Op.DORA, update.output_scale, "DoRA"),
+                (Op.BIAS, update.bias, "a bias of its own"),
+                (Op.FULL_WEIGHT, update.full, "a whole weight from modules_to_save"),
+            ):
+                if tensor is not None and not claims.supports(op):
+                    raise UnsupportedAdapterError(
+                        f"{who} needs {meaning}, and backend {self.backend.name!r} does not claim {op.value!r} "
+                        f"(it claims {', '.join(sorted(claims.ops))}). Choose another backend."
+                    )
+
+    def _require_op(self, layer: LoRALayer, who: str) -> None:
+        claims, site = self.backend.capabilities, layer.site
+        op = Op.LINEAR if site.kind == "experts" else Op(site.kind)
+        if not claims.supports(op):
+            raise UnsupportedAdapterError(
+                f"{who} is of kind {site.kind!r}, and backend {self.backend.name!r} does not claim "
+                f"{op.value!r} (it claims {', '.join(sorted(claims.ops))}). Choose another backend."
+            )
+        dtype = str(layer.dtype).removeprefix("torch.")
+        if dtype not in claims.dtypes:
+            raise UnsupportedAdapterError(
+                f"{who} computes in {dtype}, and backend {self.backend.name!r} claims "
+                f"{', '.join(sorted(claims.dtypes))}"
+            )
+        slices = site.layout.num_slices
+        if claims.max_slices is not None and slices > claims.max_slices:
+            raise UnsupportedAdapterError(
+                f"{who} packs {slices} slices, and backend {self.backend.name!r} takes {claims.max_slices}"
+            )
+
+    def reserve(self, packed: PackedAdapter, name: str) -> None:
+        """Allocate what the adapter's sites lack, after asking whether it fits.
+
+        Raises:
+            InsufficientMemoryError: nothing was taken.
+        """
+        needs = {
+            site: _Needs(update.output_scale is not None, update.bias is not None)
+            for site, update in packed.sites.items()
+        }
+        self._require_memory(needs, self.layers, f"adapter {name!r}", extra=_full_bytes(packed))
+        for site, need in needs.items():
+            layer = self.layers[site]
+            if layer.weights is None:
+                self._allocate(layer)
+            self._widen(layer, need)
+
+    def _require_memory(
+        self,
+        needs: Mapping[str, _Needs],
+        layers: Mapping[str, LoRALayer],
+        what: str,
+        *,
+        extra: int = 0,
+    ) -> None:
+        total = extra
+        for name, need in needs.items():
+            layer = layers[name]
+            site, weights = layer.site, layer.weights
+            row = self.max_loras * site.layout.out_features * 4
+            if weights is None:
+                total += weights_nbytes(site, self.max_loras, self.max_rank, layer.dtype)
+            total += row * (need.output_scale and (weights is None or weights.output_scale is None))
+            total += row * (need.bias and (weights is None or weights.bias is None))
+        if total:
+            require_bytes(total, self.backend.device, what)
+
+    def _allocate(self, layer: LoRALayer) -> None:
+        site = layer.site
+        with torch.inference_mode(False):  # else nobody could write into them outside of that mode
+            layer.weights = self.backend.allocate_weights(
+                num_slots=self.max_loras,
+                max_rank=self.max_rank,
+                in_features=site.in_features,
+                layout=site.layout,
+                dtype=layer.dtype,
+                embedding=site.kind == "embedding",
+            )
+        self._changed(site)
+
+    def _widen(self, layer: LoRALayer, need: _Needs) -> None:
+        """Add the optional tensors; a and b stay where they are."""
+        weights = layer.weights
+        assert weights is not None
+        shape, device = (self.max_loras, layer.site.layout.out_features), self.backend.device
+        added: dict[str, Tensor] = {}
+        with torch.inference_mode(False):
+            if need.output_scale and weights.output_scale is None:
+                added["output_scale"] = torch.ones(shape, dtype=torch.float32, device=device)
+            if need.bias and weights.bias is None:
+                added["bias"] = torch.zeros(shape, dtype=torch.float32, device=device)
+        if added:
+            layer.weights = dataclasses.replace(weights, **added)
+            self._changed(layer.site)
+
+    def _changed(self, site: Site) -> None:
+        self.generation += 1
+        if self.backend.workspace.graph_room:
+            _log.warning(
+                "%s got new weights after init_graph: graphs captured before now do not apply them. Capture "
+                "again, or name the site in target_modules so that it has its weights from the start.",
+                site.name,
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all stacked weights on the device."""
+        total = 0
+        for layer in self.layers.values():
+            w = layer.weights
+            if w is not None:
+                tensors = (w.a, w.b, w.ranks, w.scalings, w.output_scale, w.bias, *w.full.values())
+                total += sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return total
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def write(self, slot: int, packed: PackedAdapter, *, aside: bool = False) -> None:
+        """Move an adapter into a slot, on the device and without waiting for it.
+
+        Ordered after the last forward that used the slot and before the next that does, whatever
+        streams these run on.
+
+        Args:
+            slot: where to; not used by a live batch.
+            packed: the adapter.
+            aside: copy on a stream of the pool's own (CUDA only), so that it overlaps a forward.
+        """
+        before = self._live[slot]
+        self._live[slot] = {**before, **packed.sites}  # should this fail half-way
+        whole = any(update.full is not None for update in packed.sites.values())
+        with self._writing(
+            slot, aside=aside and not whole
+        ):  # memory belongs to the stream that took it
+            for name in before.keys() - packed.sites.keys():
+                self._silence(self.layers[name], slot)
+            for name, update in packed.sites.items():
+                self._write_site(self.layers[name], slot, update)
+        self._live[slot] = dict(packed.sites)
+
+    def clear(self, slot: int) -> None:
+        """Silence a slot everywhere, so that not even a stray forward can see its adapter."""
+        before, self._live[slot] = self._live[slot], {}
+        if before:
+            with self._writing(slot, aside=False):
+                for name in before:
+                    self._silence(self.layers[name], slot)
+
+    def _write_site(self, layer: LoRALayer, slot: int, update: SiteUpdate) -> None:
+        weights = layer.weights
+        assert weights is not None
+        offsets = weights.layout.offsets
+        for i, (a, b) in enumerate(zip(update.a, update.b, strict=True)):
+            if a is None or b is None:
+                continue
+            rank = b.shape[1]
+            target = (
+                weights.a[slot, :, :rank] if weights.is_embedding else weights.a[slot, i, :rank]
+            )
+            target.copy_(a, non_blocking=True)
+            weights.b[slot, offsets[i] : offsets[i + 1], :rank].copy_(b, non_blocking=True)
+        weights.ranks[slot].copy_(update.ranks, non_blocking=True)
+        weights.scalings[slot].copy_(update.scalings, non_blocking=True)
+        if weights.output_scale is not None:
+            _set(weights.output_scale[slot], update.output_scale, 1.0)
+        if weights.bias is not None:
+            _set(weights.bias[slot], update.bias, 0.0)
+        if update.full is not None:
+            weights.full[slot] = update.full.to(self.backend.device, non_blocking=True)
+        else:
+            weights.full.pop(slot, None)
+
+    def _silence(self, layer: LoRALayer, slot: int) -> None:
+        weights = layer.weights
+        assert weights is not None
+        weights.ranks[slot].zero_()
+        if weights.output_scale is not None:
+            weights.output_scale[slot].fill_(1.0)
+        if weights.bias is not None:
+            weights.bias[slot].zero_()
+        weights.full.pop(slot, None)
+
+    # -- order between writes and forwards, on CUDA ------------------------------------------------
+
+    def _writing(self, slot: int, *, aside: bool) -> AbstractContextManager[None]:
+        return _OrderedWrite(self, slot, aside=aside) if self._cuda else nullcontext()
+
+    def before_forward(self, slots: Iterable[int]) -> None:
+        """Make the current stream wait for writes into `slots` that may be under way elsewhere."""
+        if not self._written:
+            return
+        for slot in slots:
+            event = self._written.get(slot)
+            if event is not None:
+                if event.query():
+                    del self._written[slot]
+                else:
+                    torch.cuda.current_stream(self.backend.device).wait_event(event)
+
+    def after_forward(self, slots: Iterable[int], lane: int) -> None:
+        """Remember where the current stream stands, for the next write into `slots`."""
+        if self._cuda and slots:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.backend.device))
+            for slot in slots:
+                self._used[slot][lane] = event
+                for name, update in self._live[slot].items():
+                    weights = self.layers[name].weights
+                    if update.full is not None and weights is not None:
+                        weights.full[slot].record_stream(
+                            torch.cuda.current_stream(self.backend.device)
+                        )
+
+
+class _OrderedWrite:
+    """A write into one slot, between the forwards before and after it."""
+
+    def __init__(self, pool: SlotPool, slot: int, *, aside: bool) -> None:
+        self._pool, self._slot, self._aside = pool, slot, aside
+        self._stack: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> None:
+        pool, device = self._pool, self._pool.backend.device
+        if self._aside:
+            if pool._copy_stream is None:
+                pool._copy_stream = torch.cuda.Stream(device)
+            self._stack = torch.cuda.stream(pool._copy_stream)
+            self._stack.__enter__()
+        stream = torch.cuda.current_stream(device)
+        written = pool._written.get(self._slot)
+        for event in (*pool._used[self._slot].values(), *(() if written is None else (written,))):
+            stream.wait_event(event)
+        pool._used[self._slot].clear()
+
+    def __exit__(self, *_: object) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._pool.backend.device))
+        self._pool._written[self._slot] = event
+        if self._stack is not None:
+            self._stack.__exit__(None, None, None)
+
+
+def weights_nbytes(site: Site, num_slots: int, max_rank: int, dtype: torch.dtype) -> int:
+    """Bytes of the stacked weights of one site."""
+    n, out = site.layout.num_slices, site.layout.out_features
+    rows = site.in_features + out if site.kind == "embedding" else n * site.in_features + out
+    return num_slots * (max_rank * rows * dtype.itemsize + n * 8)
+
+
+def _full_bytes(packed: PackedAdapter) -> int:
+    return sum(
+        u.full.numel() * u.full.element_size() for u in packed.sites.values() if u.full is not None
+    )
+
+
+def _set(target: Tensor, values: Tensor | None, otherwise: float) -> None:
+    if values is None:
+        target.fill_(otherwise)
+    else:
+        target.copy_(values, non_blocking=True)
