@@ -1,0 +1,412 @@
+"""CsgmvBackend: chunked SGMV. Rows are ordered by adapter and cut into chunks, the unit of work."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_core.backend import BackendConfig, BaseModule, LoRABackend
+from lora_core.batch import NO_LORA, LoRABatch, RequestTable
+from lora_core.capabilities import Capabilities, GraphKind, Op
+from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
+from lora_core.triton_kit import INTERPRETED, Launch, family
+from lora_core.triton_kit.tiles import parameters
+from lora_core.weights import LoRAWeights, SliceLayout
+from lora_core.workspace import GraphRoom
+from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
+from lora_core_csgmv.kernels.expand import expand as expand_kernel
+from lora_core_csgmv.kernels.shrink import shrink as shrink_kernel
+from lora_core_csgmv.segments import SegmentRoom, plan_segments
+from lora_core_csgmv.tiles import EXPAND, SHRINK, split_length
+
+_ARRIVALS = 4096
+"""Counters of the shrink that splits K over programs: one per segment. Launches that may have more
+segments have enough of them to fill the chip, and sum K in one program each, to the same bits."""
+
+_PROGRAMS_PER_SM = 8
+"""In a graph: programs that share the work, whatever the batch turns out to be at replay."""
+
+
+class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
+    """Segments of one adapter's rows, gathered over the whole batch, each read with one pass over its weights.
+
+    In graphs the shrink runs beside the base product, on a stream of this instance.
+    """
+
+    name: ClassVar[str] = "csgmv"
+    contract: ClassVar[str] = "1.0"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        ops=frozenset({Op.LINEAR, Op.EMBEDDING, Op.LM_HEAD, Op.SCALES}),
+        # Triton's interpreter multiplies the raw bits of bfloat16
+        dtypes=frozenset({"float32", "float16"} if INTERPRETED else {"float32", "float16", "bfloat16"}),
+        device_types=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
+        graphs=frozenset({"decode", "prefill", "verify"}),
+        batch_invariant=True,
+    )
+
+    def __init__(
+        self, *, device: torch.device | str | None = None, config: BackendConfig | None = None
+    ) -> None:
+        super().__init__(device=device, config=config)
+        cuda = self.device.type == "cuda"
+        self._family = family(self.device)
+        self._multiprocessors = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
+        )
+        self._side = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self.workspace.sync["arrivals"] = torch.zeros(_ARRIVALS, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def unavailable_reason(cls, device: torch.device | None = None) -> str | None:
+        """As the contract says; also names the interpreter, and GPUs that are too old."""
+        reason = super().unavailable_reason(device)
+        if reason is not None and not INTERPRETED:
+            return f"{reason} (TRITON_INTERPRET=1, set before the first import, runs it on the CPU for tests)"
+        if reason is None and not INTERPRETED:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < (8, 0):
+                return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+        return reason
+
+    # -- batch state -------------------------------------------------------------------------------
+
+    def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> CsgmvBatchInfo:
+        previous = self.batch_info
+        self.batch_info = None
+        if previous is not None and previous.graph not in (None, graph):
+            self._neutralise(previous.graph)
+        try:
+            self.batch_info = self._prepare(batch, graph)
+        except BaseException:
+            if previous is not None and previous.graph is not None and previous.graph == graph:
+                self._neutralise(previous.graph)
+            raise
+        return self.batch_info
+
+    def reset_batch_state(self) -> None:
+        info = self.batch_info
+        self.batch_info = None
+        if info is not None and info.graph is not None:
+            self._neutralise(info.graph)
+
+    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
+        if kind not in self.capabilities.graphs:
+            raise UnsupportedOpError(
+                backend=self.name, op="init_graph", limit=f"{sorted(self.capabilities.graphs)}", value=kind
+            )
+        segments = SegmentRoom.at_most(requests=max_requests, rows=max_tokens, scaled=True)
+        table = _Table(max_requests)
+        words = table.words + 2 * segments.words  # of the whole batch, and of its one lm_head pass
+        self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
+        self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
+        self._neutralise(kind)
+
+    def _neutralise(self, kind: GraphKind) -> None:
+        """No requests and no segments: captured kernels find nothing to do."""
+        static, table = self.workspace.static[kind], _Table(self.workspace.graph_room[kind].max_requests)
+        static.zero_()
+        static[table.slots_at : table.words].fill_(NO_LORA)
+
+    def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
+        requests, tokens = len(batch.lengths), sum(batch.lengths)
+        kept = [sum(counts) for counts in batch.logits]
+        if graph is None:
+            scaled = batch.scales is not None
+            table = _Table(requests)
+            rooms = [SegmentRoom.at_most(requests=requests, rows=n, scaled=scaled) for n in (tokens, *kept)]
+            words = table.words + sum(room.words for room in rooms)
+            target = torch.empty(words, dtype=torch.int32, device=self.device)
+        else:
+            limits = self._require_graph(graph, requests=requests, tokens=tokens, passes=len(batch.logits))
+            table = _Table(limits.max_requests)
+            rooms = [SegmentRoom.at_most(requests=limits.max_requests, rows=limits.max_tokens, scaled=True)] * 2
+            target = self.workspace.static[graph]
+            words = target.numel()
+
+        entry = self.workspace.staging.acquire(words)
+        host = entry.host[:words]
+        slots = host[table.slots_at : table.slots_at + requests]
+        ends = host[1 : 1 + requests]
+        slots[:] = batch.slots
+        lengths = None
+        if tokens == requests and batch.mode == "decode":  # one row each
+            ends[:] = _counting(requests)
+        else:
+            lengths = np.array(batch.lengths, np.int32)
+            lengths.cumsum(out=ends)
+        host[0] = 0
+        host[1 + requests : table.slots_at] = tokens
+        host[table.slots_at + requests : table.words] = NO_LORA
+        scales = None if batch.scales is None else np.array(batch.scales, np.float32)
+
+        covered, at = [], table.words
+        plan = plan_segments(slots, ends, lengths, rows=tokens)
+        for index, room in enumerate(rooms):
+            if index and batch.logits:
+                tokens_kept = np.array(batch.logits[index - 1], np.int32)
+                kept_ends = tokens_kept.cumsum(dtype=np.int32)
+                own = plan_segments(slots, kept_ends, tokens_kept, rows=kept[index - 1])
+            else:
+                own = plan
+            own.write(host[at : at + room.words], room, scales)
+            covered.append(
+                Segments(
+                    num_rows=kept[index - 1] if index and batch.logits else tokens,
+                    count=len(own.slots),
+                    covered=len(own.permutation),
+                    block=target[at : at + room.words],
+                    room=room,
+                    bound=len(own.slots) if graph is None else room.segments,
+                )
+            )
+            at += room.words
+        entry.send(target)
+        return CsgmvBatchInfo(
+            num_tokens=tokens,
+            mode=batch.mode,
+            graph=graph,
+            has_active_lora=len(plan.slots) > 0,
+            req_seg_indptr=target[: 1 + requests],
+            req_slots=target[table.slots_at : table.slots_at + requests],
+            static_requests=None
+            if graph is None
+            else RequestTable(target[: table.slots_at], target[table.slots_at : table.words]),
+            segments=covered[0],
+            passes=tuple(covered[1:]) or (covered[0],),
+            highest_slot=int(plan.slots[-1]) if len(plan.slots) else NO_LORA,
+        )
+
+    def allocate_weights(
+        self,
+        *,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        layout: SliceLayout,
+        dtype: torch.dtype,
+        embedding: bool = False,
+    ) -> LoRAWeights:
+        """As the contract says, with the columns of B contiguous, so that an adapter of low rank is
+        read in whole lines however large `max_rank` is."""
+        plain = super().allocate_weights(
+            num_slots=num_slots,
+            max_rank=max_rank,
+            in_features=in_features,
+            layout=layout,
+            dtype=dtype,
+            embedding=embedding,
+        )
+        return dataclasses.replace(plain, b=plain.b.mT.contiguous().mT)
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    def shrink(self, x: Tensor, weights: LoRAWeights) -> Tensor:
+        info = self._require_linear("shrink", x, weights)
+        self._require_rows("shrink", x.shape[0], info.num_tokens)
+        h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank), dtype=torch.float32)
+        if info.graph is not None or info.has_active_lora:
+            self._check("shrink", x, weights, info)
+            self._shrink(x, weights, info.segments, h)
+        return h
+
+    def expand(self, h: Tensor, weights: LoRAWeights, out: Tensor) -> Tensor:
+        info = self._require_batch("expand")
+        expected = (out.shape[0], weights.layout.num_slices, weights.max_rank)
+        if tuple(h.shape) != expected or h.dtype != torch.float32 or h.device != out.device:
+            raise TensorMismatchError(
+                f"backend {self.name!r}: expand got h {tuple(h.shape)} {h.dtype} on {h.device} for out "
+                f"{tuple(out.shape)} on {out.device}, expected h {expected} float32 beside out"
+            )
+        self._require_rows("expand", h.shape[0], info.num_tokens)
+        if info.graph is not None or info.has_active_lora:
+            self._check("expand", out, weights, info)
+            self._expand(h.contiguous(), weights, out, info.segments)
+        return out
+
+    def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
+        info = self._require_linear("linear", x, weights)
+        self._require_rows("linear", x.shape[0], info.num_tokens)
+        return self._linear("linear", x, base, weights, info, info.segments)
+
+    def lm_head(
+        self, x: Tensor, base: BaseModule, weights: LoRAWeights, *, logits_pass: int = 0
+    ) -> Tensor:
+        info = self._require_linear("lm_head", x, weights)
+        if not 0 <= logits_pass < len(info.passes):
+            raise BatchMismatchError(
+                f"backend {self.name!r}: lm_head was asked for logits pass {logits_pass}, but the prepared "
+                f"batch has {len(info.passes)}"
+            )
+        segments = info.passes[logits_pass]
+        self._require_rows("lm_head", x.shape[0], segments.num_rows)
+        return self._linear("lm_head", x, base, weights, info, segments)
+
+    def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
+        info = self._require_batch("embedding")
+        if input_ids.dim() != 1 or not weights.is_embedding or input_ids.device != weights.a.device:
+            raise TensorMismatchError(
+                f"backend {self.name!r}: embedding got ids {tuple(input_ids.shape)} on {input_ids.device} and "
+                f"weights.a {tuple(weights.a.shape)} on {weights.a.device}, expected [rows] and [S, V, R] on "
+                "one device"
+            )
+        self._require_rows("embedding", input_ids.shape[0], info.num_tokens)
+        self._require_plain(weights, op="embedding")
+        out = base(input_ids)
+        if info.graph is not None or info.has_active_lora:
+            self._check("embedding", out, weights, info)
+            self._expand(weights.a, weights, out, info.segments, ids=input_ids.contiguous())
+        return out
+
+    # -- launches ----------------------------------------------------------------------------------
+
+    def _linear(
+        self, op: str, x: Tensor, base: BaseModule, weights: LoRAWeights, info: CsgmvBatchInfo, segments: Segments
+    ) -> Tensor:
+        self._require_plain(weights, op=op)
+        if info.graph is None and not segments.count:
+            return base(x)
+        self._check(op, x, weights, info)
+        # between our own kernels h may be as narrow as the product rounds it to anyway
+        h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank))
+        if info.graph is None or self._side is None:
+            out = base(x)
+            self._shrink(x, weights, segments, h)
+        else:
+            main = torch.cuda.current_stream(self.device)
+            self._side.wait_stream(main)
+            with torch.cuda.stream(self._side):
+                self._shrink(x, weights, segments, h)
+            try:
+                out = base(x)
+            finally:
+                main.wait_stream(self._side)
+        self._check(op, out, weights, info)
+        self._expand(h, weights, out, segments)
+        return out
+
+    def _shrink(self, x: Tensor, weights: LoRAWeights, segments: Segments, h: Tensor) -> None:
+        rows, in_features = x.shape
+        a, n = weights.a, weights.layout.num_slices
+        if not rows:
+            return
+        bound = min(segments.bound, rows)
+        plan = _shrink_plan(self._family, rows, in_features, n, weights.max_rank, x.element_size(), bound <= _ARRIVALS)
+        arrivals = partials = self.workspace.sync["arrivals"]
+        if plan.parallel:
+            partials = torch.empty(plan.parts * rows * n * weights.max_rank, dtype=torch.float32, device=x.device)
+        plan.launch(
+            (self._programs(bound * (plan.parts if plan.parallel else 1), segments), 1, 1),
+            x, a, weights.ranks, h, partials, arrivals, segments.block,
+            rows, in_features, x.stride(0), *a.stride(), segments.room.segments,
+        )  # fmt: skip
+
+    def _expand(
+        self, h: Tensor, weights: LoRAWeights, out: Tensor, segments: Segments, *, ids: Tensor | None = None
+    ) -> None:
+        rows, b, room = out.shape[0], weights.b, segments.room
+        if not rows:
+            return
+        plan = _expand_plan(
+            self._family, rows, weights.layout.widths, weights.max_rank, b.element_size(), room.scaled, ids is not None
+        )
+        if ids is None:
+            strides = h.stride(0), h.stride(2), 0
+        else:
+            strides = h.stride(1), h.stride(2), h.stride(0)
+        plan.launch(
+            (self._programs(min(segments.bound, rows) * plan.tiles, segments), 1, 1),
+            out, h, segments.block if ids is None else ids, b, weights.ranks, weights.scalings, segments.block,
+            rows, out.stride(0), *strides, *b.stride(), room.segments, room.rows,
+        )  # fmt: skip
+
+    def _programs(self, units: int, segments: Segments) -> int:
+        """As many as there is work; in a graph, where `units` is only a bound, as fill the chip."""
+        if segments.bound == segments.count:
+            return units
+        return min(units, self._multiprocessors * _PROGRAMS_PER_SM)
+
+    def _check(self, op: str, tensor: Tensor, weights: LoRAWeights, info: CsgmvBatchInfo) -> None:
+        """What the kernels take for granted about x or out.
+
+        Raises:
+            TensorMismatchError: another device than the weights, or columns that are not contiguous.
+            BatchMismatchError: the batch names a slot that the weights do not have.
+        """
+        if tensor.device != weights.b.device or tensor.dim() != 2 or tensor.stride(1) != 1:
+            raise TensorMismatchError(
+                f"backend {self.name!r}: {op} got a tensor {tuple(tensor.shape)} of strides {tensor.stride()} "
+                f"on {tensor.device}, expected [rows, columns] with contiguous columns on {weights.b.device}"
+            )
+        if info.highest_slot >= weights.num_slots:
+            raise BatchMismatchError(
+                f"backend {self.name!r}: {op} got weights of {weights.num_slots} slots, but the prepared batch "
+                f"names slot {info.highest_slot}"
+            )
+
+
+class _Table(NamedTuple):
+    """The request view at the head of the words: indptr, then slots, in multiples of 16 bytes."""
+
+    requests: int
+
+    @property
+    def slots_at(self) -> int:
+        return 1 + self.requests
+
+    @property
+    def words(self) -> int:
+        return -(-(1 + 2 * self.requests) // 4) * 4
+
+
+class _ShrinkPlan(NamedTuple):
+    launch: Launch
+    parallel: bool
+    parts: int
+
+
+class _ExpandPlan(NamedTuple):
+    launch: Launch
+    tiles: int
+
+
+@cache
+def _shrink_plan(
+    chip: str, rows: int, in_features: int, num_slices: int, max_rank: int, size: int, countable: bool
+) -> _ShrinkPlan:
+    tile = SHRINK.pick(chip, rows=rows, width=num_slices * max_rank, bytes=size)
+    split = split_length(in_features)
+    parts = -(-in_features // split)
+    bound = {**parameters(tile), "PARALLEL": bool(tile["PARALLEL"]) and countable and parts > 1}
+    bound["BLOCK_K"] = min(bound["BLOCK_K"], split // 2)
+    launch = _launch(
+        shrink_kernel, MAX_RANK=max_rank, NUM_SLICES=num_slices, SPLIT=split, EVEN=in_features % split == 0, **bound
+    )
+    return _ShrinkPlan(launch, bound["PARALLEL"], parts)
+
+
+@cache
+def _expand_plan(
+    chip: str, rows: int, widths: tuple[int, ...], max_rank: int, size: int, scaled: bool, gather: bool
+) -> _ExpandPlan:
+    tile = EXPAND.pick(chip, rows=rows, width=len(widths) * max_rank, bytes=size)
+    launch = _launch(
+        expand_kernel, MAX_RANK=max_rank, WIDTHS=widths, SCALED=scaled, GATHER=gather, **parameters(tile)
+    )
+    return _ExpandPlan(launch, sum(-(-width // tile["BLOCK_N"]) for width in widths))
+
+
+@cache
+def _launch(kernel: object, **bound: object) -> Launch:
+    """One bound launch for all shapes that agree on the constexprs."""
+    return Launch(kernel, **bound)
+
+
+@cache
+def _counting(count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """1, 2, ..., count."""
+    return np.arange(1, count + 1, dtype=np.int32)

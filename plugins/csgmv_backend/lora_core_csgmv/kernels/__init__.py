@@ -1,0 +1,1 @@
+"""One file per kernel. Both walk the segments of one block (`lora_core_csgmv.segments`)."""

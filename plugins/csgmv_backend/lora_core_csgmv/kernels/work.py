@@ -1,0 +1,27 @@
+"""What both kernels read of a block of segments; see `lora_core_csgmv.segments` for its layout."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def segment(segments, index, room_segments):
+    """(first, end) in the permutation and the slot of one segment."""
+    first = tl.load(segments + 4 + index)
+    end = tl.load(segments + 5 + index)
+    slot = tl.load(segments + 8 + room_segments + index).to(tl.int64)
+    return first, end, slot
+
+
+@triton.jit
+def rows_of(segments, position, end, num_rows, room_segments):
+    """Rows of x at `position` of the permutation, int64, and which of them are live.
+
+    Rows past `num_rows` are dropped: a graph captured for fewer rows than the batch that is prepared
+    must not write outside its tensors.
+    """
+    live = position < end
+    row = tl.load(segments + 8 + 2 * room_segments + position, mask=live, other=0)
+    return row.to(tl.int64), live & (row < num_rows)

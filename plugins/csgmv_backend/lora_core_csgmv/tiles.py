@@ -1,0 +1,57 @@
+"""Launch parameters as data: see `lora_core.triton_kit.TileTable`.
+
+Keys: `rows` of x, `width` = slices x max_rank, `bytes` of an element.
+What a sum's rounding depends on is not in these tables but in `split_length`, a function of K alone.
+"""
+
+from __future__ import annotations
+
+from lora_core.triton_kit import Rule, Tile, TileTable
+
+MIN_SPLIT = 128
+"""Every BLOCK_K is at most half of it: a loop of one step would be folded into the sum around it."""
+
+
+def split_length(in_features: int) -> int:
+    """Length of the parts that K is summed in: the longest of 1024, 512, 256 that divides it."""
+    for length in (1024, 512, 256):
+        if in_features % length == 0:
+            return length
+    return 1024 if in_features > 1024 else max(MIN_SPLIT, 1 << (in_features - 1).bit_length())
+
+
+def _shrink(block_t: int, block_k: int, parallel: int, *, warps: int = 4, stages: int = 3) -> Tile:
+    return Tile({"BLOCK_T": block_t, "BLOCK_K": block_k, "PARALLEL": parallel}, warps, stages)
+
+
+def _expand(block_t: int, block_n: int, *, warps: int = 4, stages: int = 2) -> Tile:
+    return Tile({"BLOCK_T": block_t, "BLOCK_N": block_n}, warps, stages)
+
+
+_ANY = 1 << 62
+
+SHRINK = TileTable(
+    "csgmv shrink",
+    ("rows", "width", "bytes"),
+    (
+        Rule(_shrink(16, 64, 1), "interpreter: both forms run, shapes stay small", "cpu", {"rows": (0, 32)}),
+        Rule(_shrink(16, 64, 0), "interpreter: both forms run, shapes stay small", "cpu"),
+        Rule(_shrink(16, 32, 1), "float32 runs on the plain units: small tiles avoid spills", where={"bytes": (4, 4), "rows": (0, 2048)}),
+        Rule(_shrink(32, 32, 0), "float32 runs on the plain units: small tiles avoid spills", where={"bytes": (4, 4)}),
+        Rule(_shrink(16, 64, 1, stages=4), "decode: as many programs as K has parts", where={"rows": (0, 1024)}),
+        Rule(_shrink(32, 64, 1, stages=4), "few segments: K in parallel", where={"rows": (0, 4096)}),
+        Rule(_shrink(64, 64, 0), "prefill: enough segments to fill the chip without splitting K"),
+    ),
+)
+
+EXPAND = TileTable(
+    "csgmv expand",
+    ("rows", "width", "bytes"),
+    (
+        Rule(_expand(16, 64), "interpreter", "cpu"),
+        Rule(_expand(16, 64), "float32 runs on the plain units: small tiles avoid spills", where={"bytes": (4, 4)}),
+        Rule(_expand(16, 64), "decode: many small programs hide latency", where={"rows": (0, 1024)}),
+        Rule(_expand(32, 128), "middle", where={"rows": (0, 4096)}),
+        Rule(_expand(64, 128), "prefill: as wide as the segments"),
+    ),
+)
