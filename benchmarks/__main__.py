@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--peers", type=Path, help="folder of a peers kit")
     common.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     common.add_argument("--budget-s", type=float, default=float("inf"), help="stop after this long")
+    common.add_argument("--commit", help="commit to record where the checkout has no history")
     common.add_argument("--again", action="store_true", help="also cells that are measured already")
 
     grid = argparse.ArgumentParser(add_help=False)
@@ -63,7 +64,7 @@ def _file(options: argparse.Namespace, what: str) -> ResultFile:
         options.out or Path("build/bench") / f"{what}.json",
         card=environment.card(torch.device(options.device)),
         versions=environment.versions(kit_versions(options.peers)),
-        commit=environment.commit(),
+        commit=options.commit or environment.commit(),
     )
 
 
