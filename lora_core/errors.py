@@ -11,6 +11,7 @@ LoRACoreError
 ├── BatchMismatchError         tensors that do not fit the prepared batch
 ├── TensorMismatchError        tensors that do not fit each other: shape, dtype, device
 ├── GraphNotInitializedError   a graph batch without init_graph, or larger than it
+├── AttachError                a model that cannot be wrapped, or is wrapped already
 ├── AdapterError
 │   ├── AdapterFormatError         unreadable, corrupted or forbidden files
 │   ├── UnsupportedAdapterError    a readable adapter with a feature that cannot be applied exactly
@@ -78,6 +79,10 @@ class TensorMismatchError(LoRACoreError, ValueError):
 
 class GraphNotInitializedError(LoRACoreError, RuntimeError):
     """A graph batch was prepared before `init_graph`, or exceeds what it allocated."""
+
+
+class AttachError(LoRACoreError, RuntimeError):
+    """A model cannot be wrapped, is wrapped already, or is not wrapped."""
 
 
 class AdapterError(LoRACoreError):

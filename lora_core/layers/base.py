@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from itertools import count
+from typing import Any, ClassVar, Self
+from weakref import WeakValueDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lora_core.backend import LoRABackend
-from lora_core.errors import NoBatchPreparedError
+from lora_core.backend import BaseModule, LoRABackend
+from lora_core.errors import LoRACoreError, NoBatchPreparedError, UnsupportedOpError
 from lora_core.sites import Site
 from lora_core.weights import LoRAWeights
 
@@ -33,20 +37,35 @@ class ForwardGate:
 class LoRALayer(nn.Module):
     """A module with adapters around `base_layer`, indistinguishable from it while inactive.
 
-    The wrapper shares the base's own parameters, buffers and children (the same dictionaries), so
-    `state_dict`, `named_parameters` and `.to()` see the base's names and nothing else; every other
-    attribute of the base is visible through the wrapper.
+    The wrapper shares the base's own parameters, buffers and children (the same dictionaries) and
+    leaves saving, loading and moving them to the base, so `state_dict`, `named_parameters` and
+    `.to()` see the base's names and nothing else; every other attribute of the base is visible
+    through the wrapper.
 
     Args:
         base_layer: the module to wrap; it is never changed.
         site: its place in the model.
         gate: of the manager.
+
+    Attributes:
+        base: `base_layer` as backends see it, made once.
+        dtype: of the activations that the site computes with, and so of its adapters.
+        weights: of the site, None until the manager puts adapters there.
+        handle: what compiled graphs call this layer by, see `lora_core.layers.compiled`.
     """
 
     base_layer: nn.Module
+    base: BaseModule
+    dtype: torch.dtype
     site: Site
     gate: ForwardGate
     weights: LoRAWeights | None
+    handle: int
+
+    live: ClassVar[WeakValueDictionary[int, LoRALayer]] = WeakValueDictionary()
+    """Every layer that exists, by handle."""
+
+    _handles: ClassVar[count[int]] = count()
 
     def __init__(self, base_layer: nn.Module, site: Site, gate: ForwardGate) -> None:
         super().__init__()
@@ -56,6 +75,8 @@ class LoRALayer(nn.Module):
         object.__setattr__(self, "base_layer", base_layer)
         self.training = base_layer.training
         self.site, self.gate, self.weights = site, gate, None
+        self.handle = next(self._handles)
+        self.live[self.handle] = self
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -64,6 +85,34 @@ class LoRALayer(nn.Module):
             if name == "base_layer":
                 raise
             return getattr(self.base_layer, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise LoRACoreError(
+            f"{self.site.name}: a wrapped layer cannot be copied, because the copy would share its manager and "
+            "its batches. Detach first, copy, attach both."
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base_layer!r})"
+
+    # -- the base owns its tensors: its class may have its own way with them ----------------------
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self.base_layer._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.base_layer._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.base_layer._load_from_state_dict(*args)
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        self.base_layer.train(mode)
+        return self
+
+    # -- when adapters apply ----------------------------------------------------------------------
 
     @property
     def lora_active(self) -> bool:
@@ -83,4 +132,18 @@ class LoRALayer(nn.Module):
                 f"{self.site.name}: a forward of {rows} rows ran without a prepared batch while "
                 f"{gate.adapters_loaded} adapters are loaded. Use `with manager.batch(...)`, or "
                 "`with manager.base_only()` if the base model alone is meant."
+            )
+
+    def refuse_training(self, x: Tensor) -> None:
+        """Refuse an input that a gradient is wanted of: adapters are applied outside autograd.
+
+        Raises:
+            UnsupportedOpError: `x` requires grad and gradients are enabled.
+        """
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedOpError(
+                backend=self.gate.backend.name,
+                op=f"training through {self.site.name}",
+                limit="inference, under torch.no_grad() or torch.inference_mode()",
+                value="an input that requires grad",
             )

@@ -1,0 +1,484 @@
+"""Many adapters in one batch on a Hugging Face model: `attach`, `generate(adapter_names=...)`, `detach`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lora_core.backend import LoRABackend
+from lora_core.errors import (
+    AdapterNotFoundError,
+    AttachError,
+    InvalidBatchError,
+    NoBatchPreparedError,
+    UnsupportedOpError,
+)
+from lora_core.layers.base import ForwardGate, LoRALayer
+from lora_core.layers.embedding import LoRAEmbedding
+from lora_core.layers.linear import LoRALinear, linear_features
+from lora_core.layers.lm_head import LoRALMHead
+from lora_core.manager import LoRAManager, LoRARequest
+from lora_core.plugins import load_backend
+from lora_core.sites import Site
+from lora_core.weights import SliceLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BASE_NAME: Final = "__base__"
+"""PEFT's name for rows on the base model; None means the same here."""
+
+_ATTRIBUTE: Final = "_lora_core"
+_OMITTED: Final = object()
+
+_PACKED: Final = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Modules that pack several projections, and the names adapters know those by."""
+
+_CONTINUOUS: Final = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+def attach(
+    model: PreTrainedModel,
+    backend: LoRABackend[Any] | str | None = None,
+    *,
+    max_loras: int = 8,
+    max_rank: int = 64,
+    max_cpu_loras: int | None = None,
+    target_modules: Sequence[str] | str | None = None,
+) -> LoRAManager:
+    """Wrap a model's linear, embedding and head modules in place, so that it serves adapters.
+
+    Afterwards `model.generate(..., adapter_names=["sql", None])` and
+    `model(..., adapter_names=[...])` run each row of the batch with its own adapter, and None or
+    "__base__" on the base model. The argument is PEFT's own.
+
+    Args:
+        model: any decoder of transformers, on one device.
+        backend: a name for `load_backend`, an instance, or None for the best one available.
+        max_loras: slots on the device, the most adapters in one batch.
+        max_rank: the largest rank that will be loaded.
+        max_cpu_loras: adapters kept in host memory, see `LoRAManager`.
+        target_modules: allocate room for these sites at once, see `LoRAManager`.
+
+    Returns:
+        The manager: `manager.load_adapter(name, path)` and all else about adapters.
+
+    Raises:
+        AttachError: the model is wrapped already, or lies on several devices.
+        UnsupportedOpError: an encoder-decoder.
+        BackendNotFoundError: no backend of that name.
+        BackendUnavailableError: it cannot run on the model's device.
+    """
+    _check_model(model)
+    device = _device(model)
+    if not isinstance(backend, LoRABackend):
+        backend = load_backend(backend, device=device)
+    elif backend.device != device:
+        raise AttachError(
+            f"backend {backend.name!r} is on {backend.device}, but {type(model).__name__} is on {device}: "
+            "load the backend on the model's device"
+        )
+    manager = LoRAManager(
+        backend,
+        max_loras=max_loras,
+        max_rank=max_rank,
+        max_cpu_loras=max_cpu_loras,
+        target_modules=target_modules,
+    )
+    layers = _wrap_modules(model, manager.gate)
+    manager.add_layers({layer.site.name: layer for layer in layers.values()})
+    _Attachment(model, manager, layers).install()
+    return manager
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo `attach`: the model gets back the very same module objects it had.
+
+    Raises:
+        AttachError: the model is not attached.
+    """
+    attachment = vars(model).get(_ATTRIBUTE)
+    if attachment is None:
+        raise AttachError(f"{type(model).__name__} is not attached: nothing to detach")
+    attachment.remove()
+
+
+# -- what can be wrapped ---------------------------------------------------------------------------
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    kind = type(model).__name__
+    if _ATTRIBUTE in vars(model):
+        raise AttachError(f"{kind} is attached already: use its manager, or detach(model) first")
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALayer) or hasattr(module, "lora_A") or hasattr(module, "lora_embedding_A"):
+            raise AttachError(
+                f"{kind} has adapter layers of its own already, such as {name!r}: attach to the base model "
+                "and load the adapter's folder with manager.load_adapter"
+            )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedOpError(
+            backend="transformers integration", op="attach", limit="decoder-only models", value=f"{kind}, an encoder-decoder"
+        )
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
+    for found in (places, devices):
+        if len(found) > 1:
+            raise AttachError(
+                f"{kind} is spread over {', '.join(sorted(found))}, but one backend serves one device: load the "
+                'model with device_map={"": device}'
+            )
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model computes: where its hooks move it, else where it is."""
+    for module in model.modules():
+        place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if place is not None:
+            device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+            break
+    else:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _wrap_modules(model: PreTrainedModel, gate: ForwardGate) -> dict[nn.Module, LoRALayer]:
+    """A layer for every module that adapters can change, by the module it wraps."""
+    decoder = model
+    if model.config.get_text_config() is not model.config:  # other modalities have rows of their own
+        decoder = model.get_decoder() or model
+    inside = set(decoder.modules())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers: dict[nn.Module, LoRALayer] = {}
+    closed: list[str] = []  # below these nothing is wrapped
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(prefix) for prefix in closed):
+            continue
+        layer = None
+        if module is head or module is embedding or module in inside:
+            layer = _wrap_module(name, module, model, gate, is_head=module is head, is_input=module is embedding)
+        if layer is not None:
+            layers[module] = layer
+        if layer is not None or isinstance(module, nn.MultiheadAttention) or name.endswith("experts"):
+            closed.append(f"{name}.")
+    if not layers:
+        raise AttachError(f"{type(model).__name__} has no linear or embedding module to wrap")
+    return layers
+
+
+def _wrap_module(
+    name: str, module: nn.Module, model: PreTrainedModel, gate: ForwardGate, *, is_head: bool, is_input: bool
+) -> LoRALayer | None:
+    """The layer for one module, or None if adapters do not apply to it."""
+    if is_input and isinstance(module, nn.Embedding):
+        layout = SliceLayout((module.embedding_dim,))
+        return LoRAEmbedding(module, Site(name, "embedding", module.num_embeddings, layout, (name,)), gate)
+    features = linear_features(module)
+    if features is None:
+        return None
+    in_features, out_features = features
+    if is_head:
+        site = Site(name, "lm_head", in_features, SliceLayout((out_features,)), (name,))
+        return LoRALMHead(module, site, gate, dtype=_opaque_dtype(module, model))
+    widths, slice_names = _slices(name, out_features, model.config.get_text_config())
+    site = Site(name, "linear", in_features, SliceLayout(widths), slice_names)
+    return LoRALinear(module, site, gate, dtype=_opaque_dtype(module, model))
+
+
+def _opaque_dtype(module: nn.Module, model: PreTrainedModel) -> torch.dtype | None:
+    """What a module without a plain weight computes in; None: as its weight says."""
+    weight = module._parameters.get("weight")
+    return None if weight is not None and weight.is_floating_point() and weight.element_size() > 1 else model.dtype
+
+
+def _slices(name: str, out_features: int, config: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Widths of the projections packed in a module, and what adapters call them."""
+    parent, _, leaf = name.rpartition(".")
+    widths: tuple[int, ...] = (out_features,)
+    if leaf == "gate_up_proj" and out_features % 2 == 0:
+        widths = (out_features // 2,) * 2
+    elif leaf == "qkv_proj":
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+        if heads * head_dim + 2 * kv == out_features:
+            widths = (heads * head_dim, kv, kv)
+    if len(widths) == 1:
+        return widths, (name,)
+    return widths, tuple(f"{parent}.{part}" if parent else part for part in _PACKED[leaf])
+
+
+# -- the attached model ------------------------------------------------------------------------------
+
+
+class _Generation:
+    """One running `generate`: whose rows its forwards hold."""
+
+    def __init__(self, names: Sequence[str | None]) -> None:
+        self.names = names
+        self._requests: dict[tuple[int, int], list[LoRARequest]] = {}
+
+    def requests(self, batch: int, length: int) -> list[LoRARequest]:
+        """One request per row; beams and returned sequences repeat each prompt's row."""
+        known = self._requests.get((batch, length))
+        if known is None:
+            copies, rest = divmod(batch, len(self.names))
+            if rest:
+                raise InvalidBatchError(
+                    f"generate was called with {len(self.names)} adapter_names, but a forward has {batch} rows, "
+                    "no multiple of that"
+                )
+            known = [LoRARequest(name, length) for name in self.names for _ in range(copies)]
+            self._requests = {(batch, length): known}  # a decode loop asks for the same one again
+        return known
+
+
+class _Attachment:
+    """What `attach` changed about one model, and how its calls prepare their batch."""
+
+    def __init__(
+        self, model: PreTrainedModel, manager: LoRAManager, layers: dict[nn.Module, LoRALayer]
+    ) -> None:
+        self.model, self.manager, self.layers = model, manager, layers
+        self._generation: _Generation | None = None
+        self._inside = False  # a batch of ours is prepared: an inner call runs within it
+        self._originals: dict[str, Any] = {}
+        self._hooks: dict[LoRALayer, dict[str, Any]] = {}
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    # -- in and out ----------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        _replace_modules(self.model, self.layers)
+        for layer in self.layers.values():
+            self._hooks[layer] = _lend_hook(layer.base_layer, layer)
+        self._override("forward", self._wrap_forward)
+        if hasattr(self.model, "generate"):
+            self._override("generate", self._wrap_generate)
+            self._override("get_compiled_call", self._wrap_compiled)
+            for name in _CONTINUOUS:
+                if hasattr(self.model, name):
+                    self._override(name, self._wrap_continuous)
+        setattr(self.model, _ATTRIBUTE, self)
+
+    def remove(self) -> None:
+        for layer, hook in self._hooks.items():
+            vars(layer.base_layer).update(hook)
+        _replace_modules(self.model, {layer: module for module, layer in self.layers.items()})
+        own = vars(self.model)
+        for name, original in self._originals.items():
+            del own[name]
+            if original is not _OMITTED:
+                own[name] = original
+        del own[_ATTRIBUTE]
+        own.pop("_compiled_call", None)  # compiled over the wrapped modules
+
+    def _override(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put a method of its own on this instance; its class stays as it is."""
+        original = getattr(self.model, name)
+        self._originals[name] = vars(self.model).get(name, _OMITTED)
+        vars(self.model)[name] = functools.wraps(original)(wrap(original))
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def _wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, adapter_names: Any = _OMITTED, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # prepared outside: a graph must not hold a batch
+                if adapter_names is not _OMITTED:
+                    raise UnsupportedOpError(
+                        backend="transformers integration",
+                        op="adapter_names inside torch.compile",
+                        limit="a batch prepared outside, by manager.batch(...) or by generate",
+                        value="adapter_names",
+                    )
+                return original(*args, **kwargs)
+            with self._prepared(args, kwargs, adapter_names):
+                return original(*args, **kwargs)
+
+        return forward
+
+    def _wrap_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_compiled_call(compile_config: Any) -> Callable[..., Any]:
+            compiled = original(compile_config)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self._prepared(args, kwargs, _OMITTED):
+                    return compiled(*args, **kwargs)
+
+            return call
+
+        return get_compiled_call
+
+    def _wrap_continuous(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
+            gate = self.manager.gate
+            if adapter_names is not None or (gate.adapters_loaded and not gate.base_allowed):
+                raise UnsupportedOpError(
+                    backend="transformers integration",
+                    op=f"continuous batching ({original.__name__})",
+                    limit="generate with one row per prompt",
+                    value=f"{gate.adapters_loaded} loaded adapters",
+                )
+            return original(*args, **kwargs)
+
+        return refuse
+
+    def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(*args: Any, adapter_names: Any = _OMITTED, **kwargs: Any) -> Any:
+            if adapter_names is _OMITTED:
+                self._require_intended("generate")
+                return original(*args, **kwargs)
+            self._refuse_nesting()
+            if adapter_names is None:
+                with self.manager.base_only():
+                    return original(*args, **kwargs)
+            if kwargs.get("cache_implementation") == "paged":
+                self._wrap_continuous(self.model.generate_batch)(adapter_names=adapter_names)
+            names = self._names(adapter_names, _prompts(args, kwargs))
+            with ExitStack() as held:
+                for name in {name for name in names if name is not None}:
+                    held.enter_context(self.manager.acquire(name))
+                self._generation = _Generation(names)
+                held.callback(setattr, self, "_generation", None)
+                return original(*args, **kwargs)
+
+        return generate
+
+    @contextmanager
+    def _prepared(self, args: Sequence[Any], kwargs: dict[str, Any], adapter_names: Any) -> Iterator[None]:
+        """The batch of one forward, prepared around it."""
+        if adapter_names is _OMITTED and (self._inside or self._generation is None):
+            self._require_intended("forward")
+            yield
+            return
+        if adapter_names is not _OMITTED:
+            self._refuse_nesting()
+        if adapter_names is None:
+            with self.manager.base_only():
+                yield
+            return
+        batch, length = _input_shape(args, kwargs)
+        if adapter_names is _OMITTED:
+            generation = self._generation
+        else:
+            generation = _Generation(self._names(adapter_names, batch))
+        assert generation is not None
+        kept = self._kept(kwargs, length)
+        logits = () if kept is None else ([kept] * batch,)
+        mode = "decode" if length == 1 else "prefill"
+        self._inside = True
+        try:
+            with self.manager.batch(generation.requests(batch, length), mode=mode, logits=logits):
+                yield
+        finally:
+            self._inside = False
+
+    # -- checks ------------------------------------------------------------------------------------------
+
+    def _names(self, adapter_names: Any, rows: int) -> list[str | None]:
+        """One name per row, checked; None for the base model."""
+        if isinstance(adapter_names, str) or not isinstance(adapter_names, Sequence):
+            raise InvalidBatchError(
+                f"adapter_names is {adapter_names!r}: give a list with one name per row, None for the base model"
+            )
+        if len(adapter_names) != rows:
+            raise InvalidBatchError(
+                f"adapter_names has {len(adapter_names)} entries for a batch of {rows} rows: give one per row, "
+                "None for the base model"
+            )
+        names = [None if name == BASE_NAME else name for name in adapter_names]
+        loaded = self.manager.adapters()
+        for name in names:
+            if name is not None and name not in loaded:
+                raise AdapterNotFoundError(
+                    f"adapter_names asks for {name!r}, which is not loaded; loaded: {', '.join(loaded) or 'none'}. "
+                    "Use manager.load_adapter first."
+                )
+        return names
+
+    def _kept(self, kwargs: dict[str, Any], length: int) -> int | None:
+        """Rows per request that the head gets, None for all."""
+        keep = kwargs.get("logits_to_keep", 0) if self._keeps_logits else 0
+        if isinstance(keep, Tensor):
+            return int(keep.sum()) if keep.dtype == torch.bool else keep.numel()
+        return min(keep, length) if keep else None
+
+    def _require_intended(self, call: str) -> None:
+        gate = self.manager.gate
+        if (
+            gate.adapters_loaded
+            and not gate.base_allowed
+            and gate.backend.batch_info is None
+            and self._generation is None
+        ):
+            raise NoBatchPreparedError(
+                f"{type(self.model).__name__}.{call} was called without adapter_names while "
+                f"{gate.adapters_loaded} adapters are loaded. Pass adapter_names=[...], one per row, or "
+                "adapter_names=None for the base model alone."
+            )
+
+    def _refuse_nesting(self) -> None:
+        if self.manager.gate.backend.batch_info is not None or self._generation is not None:
+            raise InvalidBatchError(
+                "adapter_names was passed while a batch is prepared already: leave it out within "
+                "manager.batch(...), or reset that batch first"
+            )
+
+
+def _prompts(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Rows that `generate` starts from."""
+    given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((len(tensor) for tensor in given if isinstance(tensor, Tensor)), 1)
+
+
+def _input_shape(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(rows, tokens per row) of one forward; left padding counts, it runs through the model too."""
+    for tensor in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), args[0] if args else None):
+        if isinstance(tensor, Tensor) and tensor.dim() >= 2:
+            return tensor.shape[0], tensor.shape[1]
+    raise InvalidBatchError("adapter_names needs input_ids or inputs_embeds of shape [rows, tokens, ...]")
+
+
+# -- modules and hooks -----------------------------------------------------------------------------------
+
+
+def _replace_modules(model: nn.Module, replacements: dict[Any, nn.Module]) -> None:
+    """Put each replacement wherever its module is, shared places included, in the same order."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in replacements:
+                parent._modules[name] = replacements[child]
+
+
+def _lend_hook(module: nn.Module, layer: LoRALayer) -> dict[str, Any]:
+    """Move an accelerate hook, which places inputs and weights around a forward, to the wrapper.
+
+    Returns:
+        What was taken from `module`, to give it back later; empty when it has no hook.
+    """
+    own = vars(module)
+    if "_hf_hook" not in own:
+        return {}
+    taken = {name: own.pop(name) for name in ("_hf_hook", "_old_forward", "forward") if name in own}
+    hook, plain = taken["_hf_hook"], layer.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = hook.pre_forward(layer, *args, **kwargs)
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            output = plain(*args, **kwargs)
+        return hook.post_forward(layer, output)
+
+    vars(layer).update(_hf_hook=hook, _old_forward=plain, forward=forward)
+    return taken

@@ -1,0 +1,92 @@
+"""The one operator through which compiled graphs reach the layers.
+
+A graph must not hold what changes between forwards: the batch, the slots, whether anything is
+active. It holds a layer's handle, an integer; the operator looks the layer up and reads the batch
+when it runs. The base product stays in the graph. Eager calls never come here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lora_core.layers.base import LoRALayer
+
+_library = torch.library.Library("lora_core", "DEF")
+# cudagraph_unsafe: a recorded CUDA graph would replay the batch it was recorded with
+_library.define(
+    "add_delta(Tensor x, Tensor(a!) out, int handle, int logits_pass) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+
+
+def add_delta(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
+    """Turn a base module's output into the layer's, in place, if a batch is prepared when this runs.
+
+    Args:
+        x: `[..., K]`, or integer ids `[...]` of an embedding.
+        out: `[..., N]`, what the base module made of x.
+        handle: of the layer.
+        logits_pass: of an lm_head; -1 for other layers.
+    """
+    torch.ops.lora_core.add_delta(x, out, handle, logits_pass)
+
+
+class _Computed:
+    """A base module whose output is known already; every backend finds it through `base(x)`."""
+
+    __slots__ = ("_base", "_out", "_x")
+
+    def __init__(self, base: Any, x: Tensor, out: Tensor) -> None:
+        self._base, self._x, self._out = base, x, out
+
+    @property
+    def weight(self) -> Tensor | None:
+        weight: Tensor | None = self._base.weight
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = self._base.bias
+        return bias
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        result: Tensor = self._out if x is self._x else self._base(x)
+        return result
+
+
+@torch.compiler.disable
+def _run(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
+    from lora_core.layers.base import LoRALayer
+
+    layer = LoRALayer.live[handle]
+    weights, backend = layer.weights, layer.gate.backend
+    if weights is None or backend.batch_info is None or not x.numel():
+        layer.require_intended(x.numel())
+        return
+    columns = out.shape[-1]
+    # a base that is viewed as rows is written through; any other layout is copied back below
+    target = out.view(-1, columns) if out.is_contiguous() else out.reshape(-1, columns).contiguous()
+    if weights.is_embedding:
+        rows = x.reshape(-1)
+        result = backend.embedding(rows, _Computed(layer.base, rows, target), weights)
+    else:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        base = _Computed(layer.base, rows, target)
+        if logits_pass < 0:
+            result = backend.linear(rows, base, weights)
+        else:
+            result = backend.lm_head(rows, base, weights, logits_pass=logits_pass)
+    if result.data_ptr() != out.data_ptr():
+        out.copy_(result.view(out.shape))
+
+
+_library.impl("add_delta", _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("lora_core::add_delta", lib=_library)
+def _fake(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
+    """Nothing to say: the operator returns nothing, and `out` keeps its shape."""
