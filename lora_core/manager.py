@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,15 +68,7 @@ class LoRARequest:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if self.adapter is not None and not isinstance(self.adapter, str):
-            raise UnsupportedAdapterError(
-                f"a request names {self.adapter!r}: one request has one adapter, by name, or None. Several "
-                "adapters for one request, and adapters per token, are not supported."
-            )
-        if not isinstance(self.length, int) or self.length < 0:
-            raise InvalidBatchError(
-                f"a request of length {self.length!r}: lengths are integers from 0"
-            )
+        _check_request(self.adapter, self.length)
 
 
 @dataclass(frozen=True)
@@ -176,23 +168,21 @@ class _Lane:
 
 
 class Hold:
-    """Keeps one adapter from being unloaded until released; releasing twice is harmless."""
+    """Keeps one adapter from being unloaded until released; only the first release counts.
 
-    def __init__(self, manager: LoRAManager, adapter: _Adapter) -> None:
-        self._manager, self._adapter, self._held = manager, adapter, True
+    Attributes:
+        name: of the adapter.
+    """
 
-    @property
-    def name(self) -> str:
-        """Of the adapter."""
-        return self._adapter.name
+    def __init__(self, name: str, release: Callable[[], None]) -> None:
+        self.name = name
+        self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Give it free; only the first call counts."""
-        with self._manager._changed:
-            if self._held:
-                self._held = False
-                self._adapter.holds -= 1
-                self._manager._changed.notify_all()
+        """Let go; a request that ends and is aborted at once may well do so twice."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def __enter__(self) -> Self:
         return self
@@ -212,16 +202,22 @@ class PreparedBatch:
 
     Attributes:
         info: the backend's state of it.
-        lane: where it lives.
+        backend: of its lane.
+        gate: of the manager.
     """
 
     info: BatchInfo
-    lane: int
-    _manager: LoRAManager
+    backend: LoRABackend[Any]
+    gate: ForwardGate
 
-    def active(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def active(self) -> Iterator[None]:
         """Direct the layers to this batch, for forwards of several lanes in turn."""
-        return self._manager._directed(self.lane)
+        before, self.gate.backend = self.gate.backend, self.backend
+        try:
+            yield
+        finally:
+            self.gate.backend = before
 
 
 class LoRAManager:
@@ -531,7 +527,13 @@ class LoRAManager:
         with self._changed:
             adapter = self._get(name)
             adapter.holds += 1
-            return Hold(self, adapter)
+
+        def release() -> None:
+            with self._changed:
+                adapter.holds -= 1
+                self._changed.notify_all()
+
+        return Hold(name, release)
 
     # -- what is there -----------------------------------------------------------------------------
 
@@ -770,7 +772,7 @@ class LoRAManager:
         info = self.prepare(requests, mode=mode, graph=graph, logits=logits, lane=lane)
         try:
             with self._range("forward"):
-                yield PreparedBatch(info, lane, self)
+                yield PreparedBatch(info, self._lanes[lane].backend, self.gate)
         finally:
             self.reset(lane=lane)
             self.gate.backend = before
@@ -779,8 +781,12 @@ class LoRAManager:
     def idle(self, *, lane: int = 0) -> Iterator[None]:
         """A forward without requests of its own, such as of an idle rank: ends the lane's batch first."""
         self.reset(lane=lane)
-        with self._directed(lane), self._base_allowed():
-            yield
+        before, self.gate.backend = self.gate.backend, self._lanes[lane].backend
+        try:
+            with self._base_allowed():
+                yield
+        finally:
+            self.gate.backend = before
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
@@ -810,14 +816,6 @@ class LoRAManager:
             yield
         finally:
             self.gate.base_allowed = before
-
-    @contextmanager
-    def _directed(self, lane: int) -> Iterator[None]:
-        before, self.gate.backend = self.gate.backend, self._lanes[lane].backend
-        try:
-            yield
-        finally:
-            self.gate.backend = before
 
     def _range(self, what: str) -> AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(f"lora_core.{what}") if self._nvtx else nullcontext()
@@ -997,6 +995,16 @@ def _info(name: str, origin: Path | None, packed: PackedAdapter) -> AdapterInfo:
 
 def _has_full(packed: PackedAdapter) -> bool:
     return any(update.full is not None for update in packed.sites.values())
+
+
+def _check_request(adapter: object, length: object) -> None:
+    if adapter is not None and not isinstance(adapter, str):
+        raise UnsupportedAdapterError(
+            f"a request names {adapter!r}: one request has one adapter, by name, or None. Several adapters "
+            "for one request, and adapters per token, are not supported."
+        )
+    if not isinstance(length, int) or length < 0:
+        raise InvalidBatchError(f"a request of length {length!r}: lengths are integers from 0")
 
 
 def _check_name(name: object) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,15 +236,15 @@ class SlotPool:
         """Add the optional tensors; a and b stay where they are."""
         weights = layer.weights
         assert weights is not None
-        shape, device = (self.max_loras, layer.site.layout.out_features), self.backend.device
-        added: dict[str, Tensor] = {}
+        scale, bias, device = weights.output_scale, weights.bias, self.backend.device
+        shape = (self.max_loras, layer.site.layout.out_features)
         with torch.inference_mode(False):
-            if need.output_scale and weights.output_scale is None:
-                added["output_scale"] = torch.ones(shape, dtype=torch.float32, device=device)
-            if need.bias and weights.bias is None:
-                added["bias"] = torch.zeros(shape, dtype=torch.float32, device=device)
-        if added:
-            layer.weights = dataclasses.replace(weights, **added)
+            if need.output_scale and scale is None:
+                scale = torch.ones(shape, dtype=torch.float32, device=device)
+            if need.bias and bias is None:
+                bias = torch.zeros(shape, dtype=torch.float32, device=device)
+        if scale is not weights.output_scale or bias is not weights.bias:
+            layer.weights = dataclasses.replace(weights, output_scale=scale, bias=bias)
             self._changed(layer.site)
 
     def _changed(self, site: Site) -> None:
@@ -336,8 +336,25 @@ class SlotPool:
 
     # -- order between writes and forwards, on CUDA ------------------------------------------------
 
-    def _writing(self, slot: int, *, aside: bool) -> AbstractContextManager[None]:
-        return _OrderedWrite(self, slot, aside=aside) if self._cuda else nullcontext()
+    @contextmanager
+    def _writing(self, slot: int, *, aside: bool) -> Iterator[None]:
+        """Order what is written inside after the slot's last forward, and before its next."""
+        if not self._cuda:
+            yield
+            return
+        device = self.backend.device
+        stream = torch.cuda.current_stream(device)
+        if aside:
+            stream = self._copy_stream = self._copy_stream or torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            for event in (*self._used[slot].values(), self._written.get(slot)):
+                if event is not None:
+                    stream.wait_event(event)
+            self._used[slot].clear()
+            yield
+            written = torch.cuda.Event()
+            written.record(stream)
+            self._written[slot] = written
 
     def before_forward(self, slots: Iterable[int]) -> None:
         """Make the current stream wait for writes into `slots` that may be under way elsewhere."""
@@ -364,34 +381,6 @@ class SlotPool:
                         weights.full[slot].record_stream(
                             torch.cuda.current_stream(self.backend.device)
                         )
-
-
-class _OrderedWrite:
-    """A write into one slot, between the forwards before and after it."""
-
-    def __init__(self, pool: SlotPool, slot: int, *, aside: bool) -> None:
-        self._pool, self._slot, self._aside = pool, slot, aside
-        self._stack: torch.cuda.StreamContext | None = None
-
-    def __enter__(self) -> None:
-        pool, device = self._pool, self._pool.backend.device
-        if self._aside:
-            if pool._copy_stream is None:
-                pool._copy_stream = torch.cuda.Stream(device)
-            self._stack = torch.cuda.stream(pool._copy_stream)
-            self._stack.__enter__()
-        stream = torch.cuda.current_stream(device)
-        written = pool._written.get(self._slot)
-        for event in (*pool._used[self._slot].values(), *(() if written is None else (written,))):
-            stream.wait_event(event)
-        pool._used[self._slot].clear()
-
-    def __exit__(self, *_: object) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._pool.backend.device))
-        self._pool._written[self._slot] = event
-        if self._stack is not None:
-            self._stack.__exit__(None, None, None)
 
 
 def weights_nbytes(site: Site, num_slots: int, max_rank: int, dtype: torch.dtype) -> int:

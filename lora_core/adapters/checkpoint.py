@@ -59,7 +59,7 @@ class Checkpoint:
         for key in sorted(self.tensors):
             tensor = self.tensors[key].detach().contiguous()
             digest.update(f"\0{key}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 

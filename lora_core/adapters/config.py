@@ -131,32 +131,8 @@ class AdapterConfig(BaseModel):
             raise AdapterFormatError(
                 f"{where}: {field} is {_short(first.get('input'))}: {first['msg']}"
             ) from error
-        config._check(where)
+        _require_exact(config, where)
         return config
-
-    def _check(self, where: str) -> None:
-        init = self.init_lora_weights
-        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
-            raise UnsupportedAdapterError(
-                f"{where}: init_lora_weights is {init!r}, which changes the base weights that the adapter "
-                "belongs to. Convert it to plain LoRA when saving "
-                "(PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))."
-            )
-        for pattern, rank in self.rank_pattern.items():
-            if rank < 1:
-                raise AdapterFormatError(
-                    f"{where}: rank_pattern[{pattern!r}] is {rank}, ranks are at least 1"
-                )
-        for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
-            if alpha is not None and not math.isfinite(alpha):
-                raise AdapterFormatError(f"{where}: an alpha is {alpha}, it must be finite")
-        for pattern in (*self.rank_pattern, *self.alpha_pattern):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise AdapterFormatError(
-                    f"{where}: the pattern {pattern!r} is not a regular expression: {error}"
-                ) from error
 
     def rank_of(self, module: str) -> int:
         """The rank of a module, by PEFT's matching of `rank_pattern`."""
@@ -190,6 +166,32 @@ class AdapterConfig(BaseModel):
                 if not any(name == target or name.endswith(f".{target}") for name in names)
             ]
         return idle
+
+
+def _require_exact(config: AdapterConfig, where: str) -> None:
+    """Refuse values that are well-formed and yet cannot be applied."""
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        raise UnsupportedAdapterError(
+            f"{where}: init_lora_weights is {init!r}, which changes the base weights that the adapter "
+            "belongs to. Convert it to plain LoRA when saving "
+            "(PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...))."
+        )
+    for pattern, rank in config.rank_pattern.items():
+        if rank < 1:
+            raise AdapterFormatError(
+                f"{where}: rank_pattern[{pattern!r}] is {rank}, ranks are at least 1"
+            )
+    for alpha in (config.lora_alpha, *config.alpha_pattern.values()):
+        if alpha is not None and not math.isfinite(alpha):
+            raise AdapterFormatError(f"{where}: an alpha is {alpha}, it must be finite")
+    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise AdapterFormatError(
+                f"{where}: the pattern {pattern!r} is not a regular expression: {error}"
+            ) from error
 
 
 def _matching_pattern(patterns: Mapping[str, object], module: str) -> str | None:

@@ -168,11 +168,11 @@ def pack(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> PackedAdapter
     by_site: dict[str, list[tuple[str, ModuleTensors, int | None]]] = {}
     for name, (target, index) in places.items():
         by_site.setdefault(target.site.name, []).append((name, modules[name], index))
-    sites = {
-        site: _SitePacker(checkpoint, targets[site]).pack(members)
-        for site, members in by_site.items()
-    }
-    sites = {name: update for name, update in sites.items() if update is not None}
+    sites: dict[str, SiteUpdate] = {}
+    for site, members in by_site.items():
+        update = _SitePacker(checkpoint, targets[site]).pack(members)
+        if update is not None:
+            sites[site] = update
     if not sites:
         raise AdapterMismatchError(f"{where}: nothing in the file changes this model")
     return PackedAdapter(
@@ -495,9 +495,10 @@ class _SitePacker:
         assert magnitude is not None
         self._expect(name, "lora_magnitude_vector", magnitude, (rows.stop - rows.start,))
         norms = []
-        for piece, b_piece in zip(base[rows].split(_NORM_ROWS), b.split(_NORM_ROWS), strict=True):
-            weight = piece.to(torch.float32, copy=True)
-            weight.addmm_(b_piece.to(weight), a.to(weight), alpha=scaling)
+        for start in range(0, len(b), _NORM_ROWS):
+            part = slice(start, start + _NORM_ROWS)
+            weight = base[rows][part].to(torch.float32, copy=True)
+            weight.addmm_(b[part].to(weight), a.to(weight), alpha=scaling)
             norms.append(torch.linalg.vector_norm(weight, dim=1).cpu())
         return magnitude.float() / torch.cat(norms)
 
