@@ -35,8 +35,15 @@ class BaseModule(Protocol):
     module has such, else None: a quantised module shows no weight.
     """
 
-    weight: Tensor | None
-    bias: Tensor | None
+    @property
+    def weight(self) -> Tensor | None:
+        """The plain weight, read anew at every use."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The plain bias."""
+        ...
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """The module's own output, a fresh tensor."""
