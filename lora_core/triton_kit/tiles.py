@@ -24,7 +24,7 @@ class Tile:
         num_stages: depth of the software pipeline.
     """
 
-    constexprs: Mapping[str, int]
+    constexprs: Mapping[str, int] = field(hash=False)
     num_warps: int = 4
     num_stages: int = 3
 

@@ -1,0 +1,1 @@
+"""lora-core-triton: the `triton` backend of lora_core. Importing this imports nothing else."""

@@ -1,0 +1,382 @@
+"""TritonBackend: the contract over two kernels, shrink and expand, and one work list per batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_core.backend import BackendConfig, BaseModule, LoRABackend
+from lora_core.batch import NO_LORA, BatchInfo, LoRABatch, RequestTable
+from lora_core.capabilities import Capabilities, GraphKind, Op
+from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
+from lora_core.triton_kit import INTERPRETED
+from lora_core.weights import LoRAWeights, SliceLayout
+from lora_core.workspace import GraphRoom
+from lora_core_triton import tables, worklist
+from lora_core_triton.expand import expand
+from lora_core_triton.shrink import shrink
+from lora_core_triton.worklist import Room, WorkList
+
+_COUNTERS = 1 << 14
+"""Words of `workspace.sync`: tiles times column blocks of the largest batch whose sums are split."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TritonBatchInfo(BatchInfo):
+    """The batch's work list, and one per lm_head pass, in one device buffer.
+
+    Attributes:
+        meta: int32, the buffer.
+        work: all rows.
+        passes: rows of each lm_head pass.
+        highest_slot: of the batch, `NO_LORA` without adapters.
+    """
+
+    meta: Tensor
+    work: WorkList
+    passes: tuple[WorkList, ...]
+    highest_slot: int
+
+
+class TritonBackend(LoRABackend[TritonBatchInfo]):
+    """Segment kernels: the rows of a slot are the segment, cut into tiles of equal work."""
+
+    name: ClassVar[str] = "triton"
+    contract: ClassVar[str] = "1.0"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        ops=frozenset({Op.LINEAR, Op.EMBEDDING, Op.LM_HEAD, Op.SCALES}),
+        dtypes=frozenset({"float32", "float16"} if INTERPRETED else {"float32", "float16", "bfloat16"}),
+        device_types=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
+        graphs=frozenset({"decode", "prefill", "verify"}),
+        batch_invariant=True,
+    )
+    _dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(
+        getattr(torch, dtype) for dtype in capabilities.dtypes
+    )
+
+    def __init__(
+        self, *, device: torch.device | str | None = None, config: BackendConfig | None = None
+    ) -> None:
+        super().__init__(device=device, config=config)
+        self.workspace.sync["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def unavailable_reason(cls, device: torch.device | None = None) -> str | None:
+        reason = super().unavailable_reason(device)
+        if reason is None or INTERPRETED:
+            return reason
+        return f"{reason}; TRITON_INTERPRET=1 runs its kernels on the CPU, slowly, for tests"
+
+    # -- batch state -----------------------------------------------------------------------------
+
+    def prepare_batch(
+        self, batch: LoRABatch, *, graph: GraphKind | None = None
+    ) -> TritonBatchInfo:
+        self.reset_batch_state()
+        requests = len(batch.lengths)
+        slots = np.array(batch.slots, np.int32)
+        scales = None if batch.scales is None else np.array(batch.scales, np.float32).view(np.int32)
+        covered = [np.array(batch.lengths, np.int32)]
+        covered += [np.array(kept, np.int32) for kept in batch.logits]
+        if graph is not None and not batch.logits:
+            covered.append(covered[0])  # a captured lm_head reads the second list, whoever replays
+        starts = []
+        for lengths in covered:
+            indptr = np.zeros(requests + 1, np.int32)
+            np.cumsum(lengths, out=indptr[1:])
+            starts.append(indptr)
+        segments = [
+            worklist.live_segments(slots, lengths, indptr, scales)
+            for lengths, indptr in zip(covered, starts, strict=True)
+        ]
+        tokens = int(starts[0][-1])
+
+        if graph is None:
+            rooms = _eager_rooms(requests, segments, [int(indptr[-1]) for indptr in starts])
+            room_requests = requests
+            meta = torch.empty(rooms[-1].end, dtype=torch.int32, device=self.device)
+        else:
+            room_requests, max_tokens = self._require_graph(
+                graph, requests=requests, tokens=tokens, passes=len(batch.logits)
+            )
+            rooms = _graph_rooms(graph, room_requests, max_tokens)
+            meta = self.workspace.static[graph]
+        slots_at = _slots_at(room_requests)
+        words = meta.numel()
+        entry = self.workspace.staging.acquire(words)
+        host = entry.host[:words]
+        host[: requests + 1] = starts[0]
+        host[requests + 1 : room_requests + 1] = tokens
+        host[slots_at : slots_at + requests] = slots
+        host[slots_at + requests : slots_at + room_requests] = NO_LORA
+        lists = [
+            worklist.fill(host, room, live, int(indptr[-1]))
+            for room, live, indptr in zip(rooms, segments, starts, strict=True)
+        ]
+        entry.send(meta)
+        static = None
+        if graph is not None:
+            static = RequestTable(meta[: room_requests + 1], meta[slots_at : slots_at + room_requests])
+        self.batch_info = TritonBatchInfo(
+            num_tokens=tokens,
+            mode=batch.mode,
+            graph=graph,
+            has_active_lora=len(segments[0][0]) > 0,
+            req_seg_indptr=meta[: requests + 1],
+            req_slots=meta[slots_at : slots_at + requests],
+            static_requests=static,
+            meta=meta,
+            work=lists[0],
+            passes=tuple(lists[1:]) or (lists[0],),
+            highest_slot=int(segments[0][0].max(initial=NO_LORA)),
+        )
+        return self.batch_info
+
+    def reset_batch_state(self) -> None:
+        info = self.batch_info
+        self.batch_info = None
+        if info is not None and info.graph is not None:
+            self._neutralise(info.graph)
+
+    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
+        if kind not in self.capabilities.graphs:
+            raise UnsupportedOpError(
+                backend=self.name,
+                op="init_graph",
+                limit=f"graph kinds {sorted(self.capabilities.graphs)}",
+                value=kind,
+            )
+        words = _graph_rooms(kind, max_requests, max_tokens)[-1].end
+        self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
+        self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
+        self._neutralise(kind)
+
+    def _neutralise(self, kind: GraphKind) -> None:
+        """Every tile dead, every request empty."""
+        static = self.workspace.static[kind]
+        static.fill_(NO_LORA)
+        static[: self.workspace.graph_room[kind].max_requests + 1].zero_()
+
+    def allocate_weights(
+        self,
+        *,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        layout: SliceLayout,
+        dtype: torch.dtype,
+        embedding: bool = False,
+    ) -> LoRAWeights:
+        """As the contract says, with B's columns contiguous: a rank below R is then read densely."""
+        plain = super().allocate_weights(
+            num_slots=num_slots,
+            max_rank=max_rank,
+            in_features=in_features,
+            layout=layout,
+            dtype=dtype,
+            embedding=embedding,
+        )
+        b = torch.zeros(num_slots, max_rank, layout.out_features, dtype=dtype, device=self.device)
+        return LoRAWeights(
+            a=plain.a, b=b.mT, ranks=plain.ranks, scalings=plain.scalings, layout=layout
+        )
+
+    # -- ops -------------------------------------------------------------------------------------
+
+    def shrink(self, x: Tensor, weights: LoRAWeights) -> Tensor:
+        info = self._require_linear("shrink", x, weights)
+        self._require_work("shrink", x.shape[0], info, info.work, weights)
+        self._require_last_contiguous("shrink", "x", x)
+        return self._shrink(x, weights, info, info.work)
+
+    def expand(self, h: Tensor, weights: LoRAWeights, out: Tensor) -> Tensor:
+        info = self._require_batch("expand")
+        expected = (out.shape[0], weights.layout.num_slices, weights.max_rank)
+        if (
+            tuple(h.shape) != expected
+            or h.dtype != torch.float32
+            or out.dim() != 2
+            or out.shape[1] != weights.layout.out_features
+            or out.device != weights.b.device
+            or h.device != weights.b.device
+        ):
+            raise TensorMismatchError(
+                f"backend 'triton': expand got h {tuple(h.shape)} {h.dtype} on {h.device} and out "
+                f"{tuple(out.shape)} on {out.device}, expected h {expected} float32 and out "
+                f"[rows, {weights.layout.out_features}] on {weights.b.device}"
+            )
+        self._require_work("expand", h.shape[0], info, info.work, weights)
+        self._require_last_contiguous("expand", "h", h)
+        self._require_last_contiguous("expand", "out", out)
+        self._expand(h, weights, out, info, info.work)
+        return out
+
+    def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
+        info = self._require_linear("linear", x, weights)
+        return self._linear("linear", x, base, weights, info, info.work)
+
+    def lm_head(
+        self, x: Tensor, base: BaseModule, weights: LoRAWeights, *, logits_pass: int = 0
+    ) -> Tensor:
+        info = self._require_linear("lm_head", x, weights)
+        if not 0 <= logits_pass < len(info.passes):
+            raise BatchMismatchError(
+                f"backend 'triton': lm_head was asked for logits pass {logits_pass}, but the "
+                f"prepared batch has {len(info.passes)}"
+            )
+        return self._linear("lm_head", x, base, weights, info, info.passes[logits_pass])
+
+    def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
+        info = self._require_batch("embedding")
+        if input_ids.dim() != 1 or not weights.is_embedding or input_ids.is_floating_point():
+            raise TensorMismatchError(
+                f"backend 'triton': embedding got ids {tuple(input_ids.shape)} {input_ids.dtype} and "
+                f"weights.a {tuple(weights.a.shape)}, expected integers [rows] and [S, V, R]"
+            )
+        if input_ids.device != weights.a.device:
+            raise TensorMismatchError(
+                f"backend 'triton': embedding got ids on {input_ids.device}, but the adapter weights "
+                f"are on {weights.a.device}"
+            )
+        self._require_work("embedding", input_ids.shape[0], info, info.work, weights)
+        out = base(input_ids)
+        if self._launches(info, info.work, input_ids.shape[0]):
+            tiles = self._tiles(info, info.work, input_ids.shape[0], weights)
+            ids = input_ids.contiguous()
+            expand(weights.a, weights, out, info.work, info.meta, tiles, ids)
+        return out
+
+    # -- the two kernels --------------------------------------------------------------------------
+
+    def _linear(
+        self,
+        op: str,
+        x: Tensor,
+        base: BaseModule,
+        weights: LoRAWeights,
+        info: TritonBatchInfo,
+        work: WorkList,
+    ) -> Tensor:
+        self._require_work(op, x.shape[0], info, work, weights)
+        self._require_last_contiguous(op, "x", x)
+        out = base(x)
+        if self._launches(info, work, x.shape[0]):
+            self._expand(self._shrink(x, weights, info, work), weights, out, info, work)
+        return out
+
+    def _shrink(
+        self, x: Tensor, weights: LoRAWeights, info: TritonBatchInfo, work: WorkList
+    ) -> Tensor:
+        num_rows = x.shape[0]
+        if not self._launches(info, work, num_rows):
+            shape = (num_rows, weights.layout.num_slices, weights.max_rank)
+            return torch.empty(shape, dtype=torch.float32, device=x.device)
+        tiles = self._tiles(info, work, num_rows, weights)
+        return shrink(x, weights, work, info.meta, self.workspace.sync["arrived"], tiles)
+
+    def _expand(
+        self, h: Tensor, weights: LoRAWeights, out: Tensor, info: TritonBatchInfo, work: WorkList
+    ) -> None:
+        if self._launches(info, work, h.shape[0]):
+            tiles = self._tiles(info, work, h.shape[0], weights)
+            expand(h, weights, out, work, info.meta, tiles)
+
+    @staticmethod
+    def _launches(info: TritonBatchInfo, work: WorkList, rows: int) -> bool:
+        """Whether there is anything to launch: in a graph always, a replay may bring adapters."""
+        return rows > 0 and (info.graph is not None or work.num_tiles > 0)
+
+    def _tiles(
+        self, info: TritonBatchInfo, work: WorkList, rows: int, weights: LoRAWeights
+    ) -> int:
+        """Row tiles to launch: eager the filled ones, in a graph as many as a replay could fill."""
+        if info.graph is None:
+            return work.num_tiles
+        segments = self.workspace.graph_room[info.graph].max_requests
+        if work.room.gathered:
+            segments = weights.num_slots
+        return min(worklist.most_tiles(rows, segments, work.room.tile_rows), work.room.max_tiles)
+
+    # -- checks, host integers only -----------------------------------------------------------------
+
+    def _require_work(
+        self, op: str, rows: int, info: TritonBatchInfo, work: WorkList, weights: LoRAWeights
+    ) -> None:
+        """Refuse what the kernels could not do: too few rows, no such slot, features, dtypes."""
+        self._require_rows(op, rows, work.num_rows)
+        self._require_plain(weights, op=op)
+        if info.highest_slot >= weights.num_slots:
+            raise BatchMismatchError(
+                f"backend 'triton': {op} is for a batch that names slot {info.highest_slot}, but the "
+                f"adapter weights have {weights.num_slots} slots"
+            )
+        if weights.a.dtype not in self._dtypes:
+            raise UnsupportedOpError(
+                backend=self.name,
+                op=op,
+                limit=f"dtypes {sorted(self.capabilities.dtypes)}",
+                value=weights.a.dtype,
+            )
+        self._require_last_contiguous(op, "weights.a", weights.a)
+
+    def _require_last_contiguous(self, op: str, what: str, tensor: Tensor) -> None:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise TensorMismatchError(
+                f"backend 'triton': {op} got {what} of strides {tensor.stride()}: its last dimension "
+                "must be contiguous"
+            )
+
+
+def _slots_at(max_requests: int) -> int:
+    """Word offset of the request slots, behind the `max_requests + 1` row pointers."""
+    return (max_requests + 16) // 16 * 16
+
+
+def _lists_at(max_requests: int) -> int:
+    return _slots_at(max_requests) + (max_requests + 15) // 16 * 16
+
+
+def _eager_rooms(requests: int, segments: list[Any], rows: list[int]) -> list[Room]:
+    """Exactly the room that these lists fill."""
+    rooms: list[Room] = []
+    at = _lists_at(requests)
+    for (_, _, lengths, _), num_rows in zip(segments, rows, strict=True):
+        gathered = num_rows <= tables.GATHERED_MAX_ROWS
+        tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
+        live = int(lengths.sum())
+        most = (
+            worklist.most_tiles(live, len(lengths), tile_rows)
+            if gathered
+            else worklist.count_tiles(lengths, tile_rows)
+        )
+        rooms.append(
+            worklist.lay_out(
+                at, max_tiles=most, max_rows=live, tile_rows=tile_rows, gathered=gathered
+            )
+        )
+        at = rooms[-1].end
+    return rooms
+
+
+def _graph_rooms(kind: GraphKind, max_requests: int, max_tokens: int) -> list[Room]:
+    """Room for any batch of a graph kind: all rows, and the rows of one lm_head pass."""
+    gathered = kind != "prefill" or max_tokens <= tables.GATHERED_MAX_ROWS
+    tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
+    rooms: list[Room] = []
+    at = _lists_at(max_requests)
+    for _ in range(2):
+        rooms.append(
+            worklist.lay_out(
+                at,
+                max_tiles=worklist.most_tiles(max_tokens, max_requests, tile_rows),
+                max_rows=max_tokens,
+                tile_rows=tile_rows,
+                gathered=gathered,
+            )
+        )
+        at = rooms[-1].end
+    return rooms

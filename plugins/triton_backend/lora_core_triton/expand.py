@@ -1,0 +1,175 @@
+"""expand: `out[t, c] += scale(t) * scaling[slot(t), s] * sum_r h[t, s, r] * B[slot(t), c, r]`.
+
+s is the slice that column c belongs to; r stays below the rank of (slot, s). One program per tile of
+rows and block of columns, a block never crossing from one slice into the next. Rows of rank 0 are not
+touched (adding 0.0 would turn -0.0 into 0.0).
+
+With EMBEDDING, h is A itself, `[S, V, R]`, and a row's ranks are gathered by its token id.
+"""
+
+# Triton reads the parameters of kernels itself, annotations would be noise:
+# mypy: allow-untyped-defs
+# ruff: noqa: ANN001, ANN201
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lora_core.triton_kit import Launch, Tile, dot, family
+from lora_core.weights import LoRAWeights, SliceLayout
+from lora_core_triton.tables import EXPAND, band
+from lora_core_triton.worklist import WorkList
+
+
+@triton.jit
+def expand_kernel(
+    out,  # [T', N] - added to in place
+    h,  # float32 [T', n, R]; EMBEDDING: A [S, V, R]
+    meta,  # int32 - the work list's buffer
+    b,  # [S, N, R]
+    ranks,  # int32 [S, n]
+    scalings,  # float32 [S, n]
+    ids,  # integers [T']; EMBEDDING only
+    tiles_at,
+    rows_at,
+    scales_at,
+    out_row,
+    h_row,
+    h_slice,  # EMBEDDING: the stride of a slot
+    b_slot,
+    b_column,
+    b_rank,
+    OFFSETS: tl.constexpr,  # first column of each slice, and the end
+    FIRST_BLOCKS: tl.constexpr,  # first column block of each slice
+    GATHERED: tl.constexpr,
+    SUBTILES: tl.constexpr,  # programs that share one tile of rows
+    EMBEDDING: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+):
+    p_block, p_tile = tl.program_id(0), tl.program_id(1)
+    p_meta = meta + tiles_at + (p_tile // SUBTILES) * 4
+    slot = tl.load(p_meta)
+    if slot < 0:
+        return
+    begin = (p_tile % SUBTILES) * BM
+    count = tl.load(p_meta + 2) - begin
+    if count <= 0:
+        return
+    first = tl.load(p_meta + 1) + begin
+
+    NUM_SLICES: tl.constexpr = len(FIRST_BLOCKS)
+    s = 0
+    column = p_block * BN
+    end = OFFSETS[1]
+    for i in tl.static_range(1, NUM_SLICES):
+        if p_block >= FIRST_BLOCKS[i]:
+            s = i
+            column = OFFSETS[i] + (p_block - FIRST_BLOCKS[i]) * BN
+            end = OFFSETS[i + 1]
+    rank = tl.load(ranks + slot * NUM_SLICES + s)
+    if rank == 0:
+        return
+    scaling = tl.load(scalings + slot * NUM_SLICES + s)
+
+    o_m = tl.arange(0, BM)
+    m_m = o_m < count
+    if GATHERED:
+        o_row = tl.load(meta + rows_at + first + o_m, mask=m_m, other=0).to(tl.int64)
+        scale = tl.load(meta + scales_at + first + o_m, mask=m_m, other=0).to(tl.float32, bitcast=True)
+        b_factor = (scale * scaling)[:, None]
+    else:
+        o_row = (first + o_m).to(tl.int64)
+        b_factor = tl.load(p_meta + 3).to(tl.float32, bitcast=True) * scaling
+    o_n = column + tl.arange(0, BN)
+    m_n = o_n < end
+    p_out = out + o_row[:, None] * out_row + o_n[None, :]  # [BM, BN]
+    m_out = m_m[:, None] & m_n[None, :]
+    b_out = tl.load(p_out, mask=m_out, other=0.0)
+
+    o_r = tl.arange(0, BR)
+    if EMBEDDING:
+        o_id = tl.load(ids + o_row, mask=m_m, other=0).to(tl.int64)
+        p_h = h + slot.to(tl.int64) * h_slice + o_id[:, None] * h_row + o_r[None, :]  # [BM, BR]
+    else:
+        p_h = h + o_row[:, None] * h_row + s * h_slice + o_r[None, :]  # [BM, BR]
+    p_b = (
+        b + slot.to(tl.int64) * b_slot + o_n.to(tl.int64)[None, :] * b_column + o_r[:, None] * b_rank
+    )  # [BR, BN]
+    b_delta = tl.zeros((BM, BN), tl.float32)
+    for r in range(0, rank, BR):
+        m_r = o_r < rank - r
+        b_h = tl.load(p_h + r, mask=m_m[:, None] & m_r[None, :], other=0.0)
+        b_b = tl.load(p_b + r * b_rank, mask=m_r[:, None] & m_n[None, :], other=0.0)
+        b_delta = dot(b_h.to(b_b.dtype), b_b, b_delta)
+    b_sum = b_out.to(tl.float32) + b_delta * b_factor
+    tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=m_out)
+
+
+def expand(
+    h: Tensor,
+    weights: LoRAWeights,
+    out: Tensor,
+    work: WorkList,
+    meta: Tensor,
+    tiles: int,
+    ids: Tensor | None = None,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        h: float32 [T', n, R]; with `ids` it is not read, A is.
+        weights: of the site.
+        out: [T', N], added to in place.
+        work: the rows to do.
+        meta: int32, the buffer that `work` describes.
+        tiles: row tiles to launch; those past the filled ones are dead.
+        ids: integers [T'], of an embedding.
+    """
+    b, room = weights.b, work.room
+    embedding = ids is not None
+    source = weights.a if embedding else h
+    tile = EXPAND.pick(
+        family(out.device), rows=band(out.shape[0]), rank=weights.max_rank, bytes=b.element_size()
+    )
+    launch, blocks = _launch(tile, weights.layout, room.gathered, room.tile_rows, embedding)
+    launch(
+        (blocks, tiles * (room.tile_rows // tile["BM"]), 1),
+        *(out, source, meta, b, weights.ranks, weights.scalings, meta if ids is None else ids),
+        *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0)),
+        *((source.stride(1), source.stride(0)) if embedding else (source.stride(0), source.stride(1))),
+        *(b.stride(0), b.stride(1), b.stride(2)),
+    )
+
+
+@cache
+def _launch(
+    tile: Tile, layout: SliceLayout, gathered: bool, tile_rows: int, embedding: bool
+) -> tuple[Launch, int]:
+    blocks = sum(-(-width // tile["BN"]) for width in layout.widths)
+    return Launch(expand_kernel, **constexprs(tile, layout, gathered, tile_rows, embedding)), blocks
+
+
+def constexprs(
+    tile: Tile, layout: SliceLayout, gathered: bool, tile_rows: int, embedding: bool
+) -> dict[str, Any]:
+    """Everything that is compiled into the kernel, by parameter name."""
+    blocks = [-(-width // tile["BN"]) for width in layout.widths]
+    return {
+        "OFFSETS": layout.offsets,
+        "FIRST_BLOCKS": tuple(sum(blocks[:i]) for i in range(len(blocks))),
+        "GATHERED": gathered,
+        "SUBTILES": tile_rows // tile["BM"],
+        "EMBEDDING": embedding,
+        "BM": tile["BM"],
+        "BN": tile["BN"],
+        "BR": tile["BR"],
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -1,0 +1,137 @@
+"""Both kernels against a float64 oracle, over the forms that a batch can take.
+
+The conformance suite covers the contract; these cases aim at the seams of these kernels: tiles that
+do not fill, ranks that end inside a block, K that ends inside a split, both layouts of B, both forms
+of the work list. Runs in the interpreter (`TRITON_INTERPRET=1`) or on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lora_core import LoRABatch, LoRAWeights, SliceLayout, load_backend
+from lora_core.triton_kit import INTERPRETED
+from lora_core_triton import tables
+from lora_core_triton.backend import TritonBackend
+
+pytestmark = pytest.mark.skipif(
+    TritonBackend.unavailable_reason() is not None, reason=str(TritonBackend.unavailable_reason())
+)
+DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
+
+
+def make_weights(
+    backend: Any, *, ranks: list[list[int]], k: int, widths: tuple[int, ...], dtype: torch.dtype, max_rank: int,
+    plain: bool, seed: int = 0,
+) -> LoRAWeights:
+    """Random adapters; everything past a rank is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = SliceLayout(widths)
+    made = backend.allocate_weights(
+        num_slots=len(ranks), max_rank=max_rank, in_features=k, layout=layout, dtype=dtype
+    )
+    if plain:
+        made = LoRAWeights(made.a, made.b.contiguous(), made.ranks, made.scalings, layout)
+    made.ranks.copy_(torch.tensor(ranks, dtype=torch.int32))
+    made.scalings.copy_(torch.rand(made.scalings.shape, generator=generator) + 0.5)
+    a = torch.randn(made.a.shape, generator=generator) * k**-0.5
+    b = torch.randn(made.b.shape, generator=generator)
+    for slot, of_slot in enumerate(ranks):
+        for s, rank in enumerate(of_slot):
+            a[slot, s, rank:] = torch.nan
+            b[slot, layout.offsets[s] : layout.offsets[s + 1], rank:] = torch.nan
+    made.a.copy_(a.to(dtype))
+    made.b.copy_(b.to(dtype))
+    return made
+
+
+def oracle(x: torch.Tensor, weights: LoRAWeights, batch: LoRABatch) -> torch.Tensor:
+    """The delta in float64, row by row."""
+    delta = torch.zeros(len(x), weights.layout.out_features, dtype=torch.float64)
+    offsets, row = weights.layout.offsets, 0
+    a, b, x = weights.a.cpu().double(), weights.b.cpu().double(), x.cpu().double()
+    for i, (length, slot) in enumerate(zip(batch.lengths, batch.slots, strict=True)):
+        for t in range(row, row + length):
+            for s, rank in enumerate(weights.ranks[slot].tolist() if slot >= 0 else []):
+                h = a[slot, s, :rank] @ x[t]
+                scale = weights.scalings[slot, s].double().item() * (batch.scales[i] if batch.scales else 1.0)
+                span = slice(offsets[s], offsets[s + 1])
+                delta[t, span] += scale * (b[slot, span, :rank] @ h)
+        row += length
+    return delta
+
+
+BATCHES = {
+    "decode": LoRABatch([1] * 7, [2, 0, 1, -1, 2, 0, 2], mode="decode"),
+    "one-row": LoRABatch([1], [1], mode="decode"),
+    "verify": LoRABatch([3, 2, 0, 4], [0, 2, 1, -1], mode="verify"),
+    "scales": LoRABatch([2, 1, 2], [1, 1, 0], mode="verify", scales=[0.5, 2.0, -1.0]),
+    "one-slot-many-rows": LoRABatch([9, 10], [1, 1]),
+    "empty-ends": LoRABatch([0, 5, 0], [0, 1, 2]),
+}
+SHAPES = {
+    "plain": (40, (24,), [[3], [1], [4]], 4),
+    "slices": (300, (20, 7, 9), [[5, 0, 2], [1, 6, 3], [0, 0, 17]], 17),
+    "even": (512, (32, 16), [[16, 16], [8, 16], [16, 0]], 16),
+}
+
+
+@pytest.fixture(params=["gathered", "contiguous"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "contiguous":
+        monkeypatch.setattr(tables, "GATHERED_MAX_ROWS", 0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_linear_is_base_plus_delta(name: str, shape: str, dtype: torch.dtype, form: str) -> None:
+    k, widths, ranks, max_rank = SHAPES[shape]
+    batch = BATCHES[name]
+    backend = load_backend("triton")
+    weights = make_weights(
+        backend, ranks=ranks, k=k, widths=widths, dtype=dtype, max_rank=max_rank, plain=form == "contiguous"
+    )
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch.num_tokens + 2, k, generator=generator).to(backend.device, dtype)
+    base = torch.randn(batch.num_tokens + 2, sum(widths), generator=generator).to(backend.device, dtype)
+    x[batch.num_tokens :] = torch.nan
+    backend.prepare_batch(batch)
+    got = backend.linear(x, lambda _: base.clone(), weights).cpu()
+    expected = base.cpu().double() + oracle(x, weights, batch)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), expected, rtol=2 * eps, atol=8 * eps)
+    delta = oracle(x, weights, batch)
+    untouched = (delta == 0).all(dim=1)
+    assert torch.equal(got[untouched], base.cpu()[untouched])
+    assert not backend.workspace.sync["arrived"].any()
+
+
+def test_the_sum_of_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """shrink and expand, alone and in company, gathered and contiguous, split and sequential."""
+    backend = load_backend("triton")
+    weights = make_weights(
+        backend, ranks=[[5, 3], [16, 9]], k=700, widths=(20, 30), dtype=torch.float16, max_rank=16, plain=False
+    )
+    x = torch.randn(40, 700, generator=torch.Generator().manual_seed(3)).to(backend.device, torch.float16)
+    out = torch.randn(40, 50, generator=torch.Generator().manual_seed(4)).to(backend.device, torch.float16)
+
+    def run(lengths: list[int], slots: list[int], rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        backend.prepare_batch(LoRABatch(lengths, slots))
+        h = backend.shrink(x[rows], weights)
+        return h, backend.expand(h, weights, out[rows].clone())
+
+    h_all, out_all = run([10, 7, 23], [0, 1, 0], slice(0, 40))
+    for contiguous in (False, True):
+        monkeypatch.setattr(tables, "GATHERED_MAX_ROWS", 0 if contiguous else 512)
+        for start, length, slot in ((0, 10, 0), (10, 7, 1), (17, 23, 0)):
+            rows = slice(start, start + length)
+            h, got = run([length], [slot], rows)
+            for s in range(2):
+                rank = int(weights.ranks[slot, s])
+                assert torch.equal(h[:, s, :rank], h_all[rows, s, :rank])
+            assert torch.equal(got, out_all[rows])
