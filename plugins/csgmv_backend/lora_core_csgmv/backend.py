@@ -21,7 +21,7 @@ from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
 from lora_core_csgmv.kernels.expand import expand as expand_kernel
 from lora_core_csgmv.kernels.shrink import shrink as shrink_kernel
-from lora_core_csgmv.segments import SegmentRoom, plan_segments
+from lora_core_csgmv.segments import counting, plan_segments, room_for
 from lora_core_csgmv.tiles import EXPAND, SHRINK, split_length
 
 _ARRIVALS = 4096
@@ -99,8 +99,8 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             raise UnsupportedOpError(
                 backend=self.name, op="init_graph", limit=f"{sorted(self.capabilities.graphs)}", value=kind
             )
-        segments = SegmentRoom.at_most(requests=max_requests, rows=max_tokens, scaled=True)
-        table = _Table(max_requests)
+        segments = room_for(requests=max_requests, rows=max_tokens, scaled=True)
+        table = _table(max_requests)
         words = table.words + 2 * segments.words  # of the whole batch, and of its one lm_head pass
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
@@ -108,77 +108,84 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
     def _neutralise(self, kind: GraphKind) -> None:
         """No requests and no segments: captured kernels find nothing to do."""
-        static, table = self.workspace.static[kind], _Table(self.workspace.graph_room[kind].max_requests)
+        static, table = self.workspace.static[kind], _table(self.workspace.graph_room[kind].max_requests)
         static.zero_()
         static[table.slots_at : table.words].fill_(NO_LORA)
 
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
         requests, tokens = len(batch.lengths), sum(batch.lengths)
-        kept = [sum(counts) for counts in batch.logits]
+        covered = [tokens, *[sum(kept) for kept in batch.logits]]  # rows of the batch, and of each pass
+        scaled = batch.scales is not None
         if graph is None:
-            scaled = batch.scales is not None
-            table = _Table(requests)
-            rooms = [SegmentRoom.at_most(requests=requests, rows=n, scaled=scaled) for n in (tokens, *kept)]
-            words = table.words + sum(room.words for room in rooms)
+            table = _table(requests)
+            rooms = [room_for(requests=requests, rows=rows, scaled=scaled) for rows in covered]
+            words = table.words + sum([room.words for room in rooms])
             target = torch.empty(words, dtype=torch.int32, device=self.device)
         else:
             limits = self._require_graph(graph, requests=requests, tokens=tokens, passes=len(batch.logits))
-            table = _Table(limits.max_requests)
-            rooms = [SegmentRoom.at_most(requests=limits.max_requests, rows=limits.max_tokens, scaled=True)] * 2
+            table = _table(limits.max_requests)
+            room = room_for(requests=limits.max_requests, rows=limits.max_tokens, scaled=True)
+            rooms = [room, room]
             target = self.workspace.static[graph]
-            words = target.numel()
+            words = target.shape[0]
 
         entry = self.workspace.staging.acquire(words)
-        host = entry.host[:words]
+        host = entry.host
         slots = host[table.slots_at : table.slots_at + requests]
         ends = host[1 : 1 + requests]
         slots[:] = batch.slots
+        host[0] = 0
         lengths = None
         if tokens == requests and batch.mode == "decode":  # one row each
-            ends[:] = _counting(requests)
+            ends[:] = counting(requests + 1)[1:]
         else:
             lengths = np.array(batch.lengths, np.int32)
             lengths.cumsum(out=ends)
-        host[0] = 0
-        host[1 + requests : table.slots_at] = tokens
-        host[table.slots_at + requests : table.words] = NO_LORA
-        scales = None if batch.scales is None else np.array(batch.scales, np.float32)
+        if requests != table.requests:
+            host[1 + requests : table.slots_at] = tokens
+            host[table.slots_at + requests : table.words] = NO_LORA
+        scales = np.array(batch.scales, np.float32) if scaled else None
 
-        covered, at = [], table.words
-        plan = plan_segments(slots, ends, lengths, rows=tokens)
+        whole = plan = plan_segments(slots, ends, lengths, rows=tokens, scaled=scaled)
+        views = target.split_with_sizes([table.words, *[room.words for room in rooms]])
+        at, segments = table.words, []
         for index, room in enumerate(rooms):
             if index and batch.logits:
-                tokens_kept = np.array(batch.logits[index - 1], np.int32)
-                kept_ends = tokens_kept.cumsum(dtype=np.int32)
-                own = plan_segments(slots, kept_ends, tokens_kept, rows=kept[index - 1])
+                kept = np.array(batch.logits[index - 1], np.int32)
+                kept_ends = kept.cumsum(dtype=np.int32)
+                plan = plan_segments(slots, kept_ends, kept, rows=covered[index], scaled=scaled)
+            if index and plan is whole:  # a graph's pass over every row
+                host[at : at + room.words] = host[at - room.words : at]
             else:
-                own = plan
-            own.write(host[at : at + room.words], room, scales)
-            covered.append(
+                plan.write(host[at : at + room.words], room, scales)
+            segments.append(
                 Segments(
-                    num_rows=kept[index - 1] if index and batch.logits else tokens,
-                    count=len(own.slots),
-                    covered=len(own.permutation),
-                    block=target[at : at + room.words],
+                    num_rows=covered[index] if batch.logits else tokens,
+                    length=len(plan.slots),
+                    covered=len(plan.permutation),
+                    block=views[1 + index],
                     room=room,
-                    bound=len(own.slots) if graph is None else room.segments,
+                    bound=len(plan.slots) if graph is None else room.segments,
                 )
             )
             at += room.words
         entry.send(target)
+
+        static = None
+        if graph is not None:
+            static = RequestTable(views[0][: table.slots_at], views[0][table.slots_at : table.end])
+        active = len(whole.slots) > 0
         return CsgmvBatchInfo(
             num_tokens=tokens,
             mode=batch.mode,
             graph=graph,
-            has_active_lora=len(plan.slots) > 0,
-            req_seg_indptr=target[: 1 + requests],
-            req_slots=target[table.slots_at : table.slots_at + requests],
-            static_requests=None
-            if graph is None
-            else RequestTable(target[: table.slots_at], target[table.slots_at : table.words]),
-            segments=covered[0],
-            passes=tuple(covered[1:]) or (covered[0],),
-            highest_slot=int(plan.slots[-1]) if len(plan.slots) else NO_LORA,
+            has_active_lora=active,
+            req_seg_indptr=views[0][: 1 + requests],
+            req_slots=views[0][table.slots_at : table.slots_at + requests],
+            static_requests=static,
+            segments=segments[0],
+            passes=tuple(segments[1:]) or (segments[0],),
+            highest_slot=int(whole.slots[-1]) if active else NO_LORA,
         )
 
     def allocate_weights(
@@ -268,7 +275,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self, op: str, x: Tensor, base: BaseModule, weights: LoRAWeights, info: CsgmvBatchInfo, segments: Segments
     ) -> Tensor:
         self._require_plain(weights, op=op)
-        if info.graph is None and not segments.count:
+        if info.graph is None and not segments.length:
             return base(x)
         self._check(op, x, weights, info)
         # between our own kernels h may be as narrow as the product rounds it to anyway
@@ -326,7 +333,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
     def _programs(self, units: int, segments: Segments) -> int:
         """As many as there is work; in a graph, where `units` is only a bound, as fill the chip."""
-        if segments.bound == segments.count:
+        if segments.bound == segments.length:
             return units
         return min(units, self._multiprocessors * _PROGRAMS_PER_SM)
 
@@ -350,17 +357,18 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
 
 class _Table(NamedTuple):
-    """The request view at the head of the words: indptr, then slots, in multiples of 16 bytes."""
+    """The request view at the head of the words: indptr, then slots."""
 
     requests: int
+    slots_at: int
+    end: int
+    words: int  # up to the next multiple of 4
 
-    @property
-    def slots_at(self) -> int:
-        return 1 + self.requests
 
-    @property
-    def words(self) -> int:
-        return -(-(1 + 2 * self.requests) // 4) * 4
+@cache
+def _table(requests: int) -> _Table:
+    end = 1 + 2 * requests
+    return _Table(requests, 1 + requests, end, -(-end // 4) * 4)
 
 
 class _ShrinkPlan(NamedTuple):
@@ -404,9 +412,3 @@ def _expand_plan(
 def _launch(kernel: object, **bound: object) -> Launch:
     """One bound launch for all shapes that agree on the constexprs."""
     return Launch(kernel, **bound)
-
-
-@cache
-def _counting(count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """1, 2, ..., count."""
-    return np.arange(1, count + 1, dtype=np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,13 +11,12 @@ from lora_core.batch import BatchInfo
 from lora_core_csgmv.segments import SegmentRoom
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """The rows one op covers, of the whole batch or of one lm_head pass, as segments.
 
     Attributes:
         num_rows: rows that belong to requests, those of the base model included.
-        count: segments, on the host.
+        length: segments, on the host.
         covered: rows with an adapter, on the host; the length of the permutation.
         block: int32, on the device: `lora_core_csgmv.segments` describes it.
         room: the extent of `block`.
@@ -24,7 +24,7 @@ class Segments:
     """
 
     num_rows: int
-    count: int
+    length: int
     covered: int
     block: Tensor
     room: SegmentRoom
@@ -48,13 +48,13 @@ class CsgmvBatchInfo(BatchInfo):
     @property
     def seg_indptr(self) -> Tensor:
         """int32 `[segments + 1]`: where each segment begins in `permutation`, and the end."""
-        return self.segments.block[4 : 5 + self.segments.count]
+        return self.segments.block[4 : 5 + self.segments.length]
 
     @property
     def seg_slots(self) -> Tensor:
         """int32 `[segments]`: the adapter of each segment, never `NO_LORA`."""
         at = self.segments.room.slots_at
-        return self.segments.block[at : at + self.segments.count]
+        return self.segments.block[at : at + self.segments.length]
 
     @property
     def permutation(self) -> Tensor:

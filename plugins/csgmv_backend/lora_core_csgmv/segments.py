@@ -14,6 +14,7 @@ A block of segments lies in memory like this, each part starting at a multiple o
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,47 +40,41 @@ def _aligned(words: int) -> int:
 
 
 class SegmentRoom(NamedTuple):
-    """The extent of one block of segments.
+    """The extent of one block of segments, and where its parts begin; see `room_for`.
 
     Attributes:
         segments: room for this many segments, a multiple of 4.
         rows: room for this many rows, a multiple of 4.
         scaled: whether a factor per row follows the permutation.
+        slots_at: first word of the slots; the count is word 0, indptr starts at word 4.
+        permutation_at: first word of the permutation.
+        scales_at: first word of the scales.
+        words: length of the block.
     """
 
     segments: int
     rows: int
     scaled: bool
+    slots_at: int
+    permutation_at: int
+    scales_at: int
+    words: int
 
-    @classmethod
-    def at_most(cls, *, requests: int, rows: int, scaled: bool) -> SegmentRoom:
-        """Room for every batch of up to that many requests and rows."""
-        segments = 0
-        for limit, chunk in CHUNKS:
-            covered = min(rows, limit)
-            # every adapter adds at most one segment to the full ones, and no segment is empty
-            segments = max(segments, min(covered, covered // chunk + requests))
-        return cls(_aligned(segments), _aligned(rows), scaled)
 
-    @property
-    def slots_at(self) -> int:
-        """First word of the slots; the count is word 0, indptr starts at word 4."""
-        return 8 + self.segments
-
-    @property
-    def permutation_at(self) -> int:
-        """First word of the permutation."""
-        return self.slots_at + self.segments
-
-    @property
-    def scales_at(self) -> int:
-        """First word of the scales."""
-        return self.permutation_at + self.rows
-
-    @property
-    def words(self) -> int:
-        """Length of the block."""
-        return self.scales_at + (self.rows if self.scaled else 0)
+@lru_cache(maxsize=4096)
+def room_for(*, requests: int, rows: int, scaled: bool) -> SegmentRoom:
+    """Room for every batch of up to that many requests and rows."""
+    segments = 0
+    for limit, chunk in CHUNKS:
+        covered = min(rows, limit)
+        # every adapter adds at most one segment to the full ones, and no segment is empty
+        segments = max(segments, min(covered, covered // chunk + requests))
+    segments, rows = _aligned(segments), _aligned(rows)
+    permutation_at = 8 + 2 * segments
+    scales_at = permutation_at + rows
+    return SegmentRoom(
+        segments, rows, scaled, 8 + segments, permutation_at, scales_at, scales_at + scaled * rows
+    )
 
 
 class Plan(NamedTuple):
@@ -89,13 +84,13 @@ class Plan(NamedTuple):
         indptr: `[segments + 1]`, into the permutation.
         slots: `[segments]`.
         permutation: rows of x, ordered by adapter, in request order within one.
-        request_of: request of each row of the permutation, or None unless asked for.
+        request_of: request of each row of the permutation, where asked for.
     """
 
     indptr: Words
     slots: Words
     permutation: Words
-    request_of: Words | None
+    request_of: Words
 
     def write(self, block: Words, room: SegmentRoom, scales: NDArray[np.float32] | None) -> None:
         """Fill `block`; what lies past the used part stays as it is, and no kernel reads it."""
@@ -104,19 +99,20 @@ class Plan(NamedTuple):
         block[4 : 5 + count] = self.indptr
         block[room.slots_at : room.slots_at + count] = self.slots
         block[room.permutation_at : room.permutation_at + rows] = self.permutation
-        if room.scaled:
-            factors = block[room.scales_at : room.scales_at + rows].view(np.float32)
-            if scales is None:
-                factors.fill(1.0)
-            else:
-                scales.take(self.request_of, out=factors)
+        if scales is not None:
+            scales.view(np.int32).take(self.request_of, out=block[room.scales_at : room.scales_at + rows])
+        elif room.scaled:
+            block[room.scales_at : room.scales_at + rows] = _ONE
 
 
+_ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
 _NOTHING = np.empty(0, np.int32)
 EMPTY = Plan(np.zeros(1, np.int32), _NOTHING, _NOTHING, _NOTHING)
 
 
-def plan_segments(slots: Words, ends: Words, lengths: Words | None, *, rows: int) -> Plan:
+def plan_segments(
+    slots: Words, ends: Words, lengths: Words | None, *, rows: int, scaled: bool = False
+) -> Plan:
     """Order the rows of a batch by adapter and cut them into chunks.
 
     Args:
@@ -124,43 +120,50 @@ def plan_segments(slots: Words, ends: Words, lengths: Words | None, *, rows: int
         ends: int32 `[bs]`, running sum of the lengths.
         lengths: int32 `[bs]`, or None when every request has exactly one row.
         rows: sum of the lengths, from which the chunk size follows.
+        scaled: also tell the request of each row.
     """
     chunk = chunk_size(rows)
-    live = slots >= 0
-    if lengths is not None:
-        live &= lengths > 0
-    chosen = live.nonzero()[0]
-    if not len(chosen):
+    order = slots.argsort(kind="stable")  # requests, by adapter; those of the base model come first
+    keys = slots.take(order)
+    base_only = int(keys.searchsorted(0))
+    order, keys = order[base_only:].astype(np.int32), keys[base_only:]
+    if not len(keys):
         return EMPTY
-    keys = slots.take(chosen)
-    by_slot = keys.argsort(kind="stable")
-    keys = keys.take(by_slot)
-    order = chosen.take(by_slot).astype(np.int32)  # requests, by adapter
 
     if lengths is None:
         permutation = request_of = order
-        request_ends = np.arange(1, len(order) + 1, dtype=np.int32)
+        request_ends = counting(len(order) + 1)[1:]
     else:
         counts = lengths.take(order)
         request_ends = counts.cumsum(dtype=np.int32)
         # request i covers rows ends - counts ..; its place in the permutation ends at request_ends
         permutation = (ends.take(order) - request_ends).repeat(counts)
-        permutation += np.arange(request_ends[-1], dtype=np.int32)
-        request_of = order.repeat(counts)
+        permutation += counting(len(permutation))
+        request_of = order.repeat(counts) if scaled else _NOTHING
 
     last = np.empty(len(keys), np.bool_)  # the last request of each adapter
     last[-1] = True
     np.not_equal(keys[1:], keys[:-1], out=last[:-1])
-    group_ends = request_ends[last]
-    group_slots = keys[last]
-    group_starts = np.empty_like(group_ends)
-    group_starts[0] = 0
-    group_starts[1:] = group_ends[:-1]
+    ends_of = request_ends[last]  # per adapter, in the permutation
+    starts_of = np.empty_like(ends_of)
+    starts_of[0] = 0
+    starts_of[1:] = ends_of[:-1]
 
-    pieces = -(-(group_ends - group_starts) // chunk)
+    pieces = (ends_of - starts_of + (chunk - 1)) // chunk
     piece_ends = pieces.cumsum(dtype=np.int32)
-    indptr = np.empty(piece_ends[-1] + 1, np.int32)
-    np.multiply(np.arange(piece_ends[-1], dtype=np.int32), chunk, out=indptr[:-1])
-    indptr[:-1] += (group_starts - (piece_ends - pieces) * chunk).repeat(pieces)
-    indptr[-1] = group_ends[-1]
-    return Plan(indptr, group_slots.repeat(pieces), permutation, request_of)
+    count = int(piece_ends[-1])
+    indptr = counting(count + 1) * np.int32(chunk)
+    indptr[:-1] += (starts_of - (piece_ends - pieces) * np.int32(chunk)).repeat(pieces)
+    indptr[-1] = len(permutation)
+    return Plan(indptr, keys[last].repeat(pieces), permutation, request_of)
+
+
+_numbers = np.arange(4096, dtype=np.int32)
+
+
+def counting(count: int) -> Words:
+    """0, 1, ..., count - 1; to be read, never written."""
+    global _numbers  # noqa: PLW0603 - a pure cache
+    if count > len(_numbers):
+        _numbers = np.arange(2 * count, dtype=np.int32)
+    return _numbers[:count]
