@@ -20,6 +20,7 @@ from lora_core.batch import NO_LORA, LoRABatch
 from lora_core.capabilities import DTypeName, Mode
 from lora_core.testing import oracle
 from lora_core.testing.compare import Where, assert_close
+from lora_core.testing.engine import Violation
 from lora_core.testing.guards import Banded, PoisonedAllocations, Unchanged, assert_sync_zero, poison_scratch
 from lora_core.testing.subject import Subject
 from lora_core.weights import LoRAWeights, SliceLayout
@@ -215,8 +216,7 @@ class Problem:
         else:
             self.x = self._banded("x", (case.rows, case.K), pad_columns=self._pad)
             self.x[: case.tokens] = self._random((case.tokens, case.K))
-        for band in self._bands.values():
-            band.arm()
+        self.arm()
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -245,6 +245,10 @@ class Problem:
                 weights.a[slot, s, :rank] = self._random((rank, case.K), case.K**-0.5)
             weights.b[slot, span, :rank] = self._random((span.stop - span.start, rank))
             weights.scalings[slot, s] = 1.0 if case.ones else 0.5 + 0.375 * slot + 0.0625 * s
+        self.arm()
+
+    def arm(self) -> None:
+        """Take the inputs as they are now; for checks that change them between runs."""
         for band in self._bands.values():
             band.arm()
 
@@ -328,7 +332,8 @@ class Problem:
         """A result shares no storage with inputs or with the backend's own memory (clause S9).
 
         Raises:
-            AssertionError: it does, or is no tensor.
+            Violation: it does.
+            AssertionError: it is no tensor.
         """
         if not isinstance(result, Tensor):
             raise AssertionError(f"the op returned {result!r}, not a tensor")
@@ -338,7 +343,7 @@ class Problem:
         homes |= {f"static[{k!r}]": t for k, t in backend.workspace.static.items()}
         for name, tensor in (self.inputs() | homes).items():
             if tensor.numel() and tensor.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
-                raise AssertionError(f"the result is a view of {name}: the next op would overwrite it")
+                raise Violation("S9", f"the result is a view of {name}: the next op would overwrite it")
 
     # -- what it should be ------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ LARGER: tuple[DenseCase, ...] = (
     DenseCase(lengths=(3, 2), slots=(1, 0), ranks=(8, 16), R=16, K=2049, widths=(300,)),
     DenseCase(lengths=(70, 1, 0, 59), slots=(0, 1, 2, NONE), ranks=(32, 17, 9), R=32, K=256, widths=(192, 64, 64)),
     DenseCase(lengths=(1,) * 33, slots=tuple(i % 5 - 1 for i in range(33)), ranks=(8, 64, 1, 32), R=64, mode="decode"),
-    DenseCase(lengths=(2, 2), slots=(0, 1), ranks=(16, 16), R=16, K=4096, widths=(32,), ones=True),
+    DenseCase(lengths=(2, 2), slots=(0, 1), ranks=(1, 2), R=16, K=4096, widths=(32,), ones=True),
     DenseCase(lengths=(40, 3), slots=(0, 1), ranks=(8, 8), K=64, widths=(64,), layout="own"),
     DenseCase(lengths=(64, 1), slots=(1, 0), ranks=(8, 8), K=64, widths=(520,), strided=True),
     DenseCase(lengths=(5,), slots=(0,), ranks=(6,), K=96, widths=(32, 16, 16, 8, 8, 16), R=8),

@@ -259,11 +259,11 @@ def _accumulation_grid(subject: Subject, level: Level) -> Sequence[DenseCase]:
 def accumulation(subject: Subject, case: DenseCase) -> None:
     """Sums over K that half precision cannot hold are exact."""
     problem = Problem(subject, case.but(ones=True))
-    # 1 + K/2 ones and as many twos and so on: in half precision a running sum would stop growing
+    # neither the running sum in half precision nor tf32's ten bits could hold what is added
     problem.x[: case.tokens] = 1.0
     step = 2.0**-10 if case.dtype == "float32" else 1.0
     problem.x[: case.tokens, 1::2] = step
-    problem = _rearmed(problem)
+    problem.arm()
     backend = problem.prepared(subject)
     with problem.guarded(backend):
         h = backend.shrink(problem.x, problem.weights)
@@ -272,12 +272,6 @@ def accumulation(subject: Subject, case: DenseCase) -> None:
         rank = case.slice_ranks[slot][0]
         expected = torch.full((case.lengths[slot], 1, rank), exact, device=problem.device)
         assert_same_bits(h[rows, :, :rank], expected, "sums of ones, all representable in float32")
-
-
-def _rearmed(problem: Problem) -> Problem:
-    for band in problem._bands.values():  # noqa: SLF001 - a problem's own module would say the same
-        band.arm()
-    return problem
 
 
 _FAR = 2**30

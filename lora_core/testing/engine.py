@@ -27,6 +27,14 @@ class CheckFailed(AssertionError):
     """A backend failed a check; the message says which clause, what differs, and the usual cause."""
 
 
+class Violation(AssertionError):
+    """A broken rule that has a clause of its own, whichever check ran into it."""
+
+    def __init__(self, clause: str, message: str) -> None:
+        super().__init__(message)
+        self.clause = clause
+
+
 class NotRunHere(Exception):  # noqa: N818 - an outcome, not an error
     """This machine lacks what the case needs.
 
@@ -82,11 +90,10 @@ class Check(Generic[SubjectT]):
     Attributes:
         name: of the function.
         run: the function itself.
-        clauses: of docs/contract.md, which it proves.
+        clauses: of docs/contract.md which it proves, the main one first.
         cases: (subject, level) -> what to run it on; nothing where the backend does not claim it.
         since: contract version that introduced it.
         cause: what usually makes it fail.
-        needs: hardware that every case of it needs, such as "cuda"; None where any device will do.
     """
 
     name: str
@@ -242,7 +249,10 @@ def describe(instance: Instance[Any], subject: SubjectLike, error: BaseException
     check = instance.check
     found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
     lines = [f"backend {subject.label!r} fails {instance.id}: {check.summary}"]
-    lines += [f"clause {clause}: {CLAUSES[clause]} (docs/contract.md)" for clause in check.clauses]
+    clause = error.clause if isinstance(error, Violation) else check.clauses[0]
+    others = [other for other in check.clauses if other != clause]
+    more = f"; this check also cites {', '.join(others)}" if others else ""
+    lines += [f"clause {clause}: {CLAUSES[clause]} (docs/contract.md{more})"]
     lines += ["found: " + (found.strip() or "an assertion without words").replace("\n", "\n  ")]
     if not isinstance(error, CheckFailed):
         lines += [f"at: {_where(error)}"]

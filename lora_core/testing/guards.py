@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_core.backend import LoRABackend
 from lora_core.testing.compare import bits
+from lora_core.testing.engine import Violation
 
 INT_POISON = -7
 """Where memory holds integers: no slot, no row, no length, and below zero like NO_LORA."""
@@ -87,7 +88,7 @@ class Banded:
         """Nothing changed since `arm`, or with `written` nothing outside the tensor.
 
         Raises:
-            AssertionError: something did.
+            Violation: something did.
         """
         expected = self._saved
         if written:
@@ -97,9 +98,10 @@ class Banded:
         if bool(changed.any()):
             at = int(changed.nonzero()[0]) - self._geometry[2]
             inside = "around" if written else "in or around"
-            raise AssertionError(
+            raise Violation(
+                "I2" if written else "I1",
                 f"{int(changed.sum())} elements {inside} {name} were written, the first at element {at} from "
-                f"its beginning; the tensor is {tuple(self._geometry[0])} with strides {self._geometry[1]}"
+                f"its beginning; the tensor is {tuple(self._geometry[0])} with strides {self._geometry[1]}",
             )
 
 
@@ -107,21 +109,22 @@ class Unchanged:
     """Named tensors that may not change between two moments."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._before = {name: (tensor, tensor.clone(), tensor.data_ptr()) for name, tensor in tensors.items()}
+        self._before = {name: (tensor, tensor.clone()) for name, tensor in tensors.items()}
 
     def check(self) -> None:
         """Every tensor has the bits it had.
 
         Raises:
-            AssertionError: one does not.
+            Violation: one does not.
         """
-        for name, (tensor, before, _) in self._before.items():
+        for name, (tensor, before) in self._before.items():
             changed = bits(tensor) != bits(before)
             if bool(changed.any()):
                 index = tuple(changed.nonzero()[0].tolist())
-                raise AssertionError(
+                raise Violation(
+                    "I1",
                     f"{name} was written: {int(changed.sum())} elements changed, the first at {list(index)} from "
-                    f"{before[index].item()!r} to {tensor[index].item()!r}"
+                    f"{before[index].item()!r} to {tensor[index].item()!r}",
                 )
 
 
@@ -135,11 +138,12 @@ def assert_sync_zero(backend: LoRABackend[Any]) -> None:
     """`workspace.sync` is all zero between ops.
 
     Raises:
-        AssertionError: it is not.
+        Violation: it is not.
     """
     for name, tensor in backend.workspace.sync.items():
         if bool((tensor != 0).any()):
-            raise AssertionError(f"workspace.sync[{name!r}] is not zero after an op: {tensor.flatten()[:8].tolist()}")
+            found = tensor.flatten()[:8].tolist()
+            raise Violation("I3", f"workspace.sync[{name!r}] is not zero after an op: {found}")
 
 
 class HostReads(TorchFunctionMode):
@@ -157,7 +161,8 @@ class HostReads(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in self._READS or (name in {"cpu", "to"} and self._leaves_device(name, args, kwargs or {})):
-            raise AssertionError(f"the host read a tensor's values: Tensor.{name}() of shape {tuple(args[0].shape)}")
+            shape = tuple(args[0].shape)
+            raise Violation("R1", f"the host read a tensor's values: Tensor.{name}() of shape {shape}")
         return func(*args, **(kwargs or {}))
 
     @staticmethod
