@@ -6,16 +6,17 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import dense, environment, report
-from benchmarks.grid import dense_cells
+from benchmarks import dense, environment, host, moe, report
+from benchmarks.grid import dense_cells, moe_cells
 from benchmarks.peers import kit_versions, load_kit
-from benchmarks.results import ResultFile, merge
-from lora_core import list_backends
+from benchmarks.results import ResultFile, Row, merge
+from lora_core import BackendSpec, list_backends, list_moe_backends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +44,16 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("dense", parents=[common, grid], help="linear sites")
     command.set_defaults(run=_dense)
+    command = commands.add_parser("moe", parents=[common, grid], help="experts layers")
+    command.set_defaults(run=_moe)
+    command = commands.add_parser("host", parents=[common], help="host cost of a batch and of a site")
+    command.set_defaults(run=_host)
+    command = commands.add_parser("decoder", parents=[common], help="a whole decoder, random weights")
+    command.add_argument("--batches", default="1,8,32,128", help="comma-separated")
+    command.add_argument("--adapters", default="1,8,32", help="comma-separated")
+    command.add_argument("--phases", default="decode,prefill", help="comma-separated")
+    command.add_argument("--peer-names", default="sglang_v2", help="peers to run, comma-separated")
+    command.set_defaults(run=_decoder)
     command = commands.add_parser("merge", help="merge result files of one card")
     command.add_argument("target", type=Path)
     command.add_argument("sources", type=Path, nargs="+")
@@ -53,10 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(options: argparse.Namespace) -> list[str]:
+def _names(options: argparse.Namespace, listed: Callable[[], list[BackendSpec]]) -> list[str]:
     if options.backends:
         return [name for name in options.backends.split(",") if name]
-    return [spec.name for spec in list_backends() if spec.name != "torch"]
+    return [spec.name for spec in listed() if spec.name != "torch"]
 
 
 def _file(options: argparse.Namespace, what: str) -> ResultFile:
@@ -69,9 +80,24 @@ def _file(options: argparse.Namespace, what: str) -> ResultFile:
 
 
 def _dense(options: argparse.Namespace) -> int:
+    return _cells(options, "dense", dense_cells(options.grid), dense.measure, list_backends)
+
+
+def _moe(options: argparse.Namespace) -> int:
+    return _cells(options, "moe", moe_cells(options.grid), moe.measure, list_moe_backends)
+
+
+@torch.inference_mode()
+def _cells(
+    options: argparse.Namespace,
+    what: str,
+    cells: Sequence[Any],
+    measure: Callable[..., Row],
+    listed: Callable[[], list[BackendSpec]],
+) -> int:
     began, device = time.perf_counter(), torch.device(options.device)
-    names, kit, results = _names(options), load_kit(options.peers), _file(options, "dense")
-    cells = [c for c in dense_cells(options.grid) if not options.only or options.only in repr(c)]
+    names, kit, results = _names(options, listed), load_kit(options.peers), _file(options, what)
+    cells = [cell for cell in cells if not options.only or options.only in repr(cell)]
     for done, cell in enumerate(cells):
         if not options.again and results.has(cell.asked(), names):
             continue
@@ -79,9 +105,9 @@ def _dense(options: argparse.Namespace) -> int:
             print(f"time is up after {done} of {len(cells)} cells; run again to go on")
             break
         try:
-            row = dense.measure(cell, names, kit, device=device, seconds=options.cell_s)
+            row = measure(cell, names, kit, device=device, seconds=options.cell_s)
         except Exception as error:  # noqa: BLE001 - one cell must not end a run on borrowed time
-            print(f"{cell.site} T={cell.tokens}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"{cell}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         finally:
             gc.collect()
@@ -89,6 +115,38 @@ def _dense(options: argparse.Namespace) -> int:
                 torch.cuda.empty_cache()
         results.add(row)
         print(report.line(row), flush=True)
+    return 0
+
+
+@torch.inference_mode()
+def _host(options: argparse.Namespace) -> int:
+    results = _file(options, "host")
+    names, kit = _names(options, list_backends), load_kit(options.peers)
+    for row in host.rows(names, kit, device=torch.device(options.device)):
+        results.add(row)
+        print(report.host_line(row), flush=True)
+    return 0
+
+
+@torch.inference_mode()
+def _decoder(options: argparse.Namespace) -> int:
+    from benchmarks import decoder  # it needs triton, which the other benchmarks do not
+
+    began, results = time.perf_counter(), _file(options, "decoder")
+    for row in decoder.rows(
+        _names(options, list_backends),
+        load_kit(options.peers),
+        device=torch.device(options.device),
+        peers=options.peer_names.split(","),
+        batches=[int(b) for b in options.batches.split(",")],
+        adapters=[int(a) for a in options.adapters.split(",")],
+        phases=options.phases.split(","),
+    ):
+        results.add(row)
+        print(report.decoder_line(row), flush=True)
+        if time.perf_counter() - began > options.budget_s:
+            print("time is up")
+            break
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,27 @@ from lora_core.weights import LoRAWeights, SliceLayout
 
 LAYERS = 8
 """Layers of one replay; their weights rotate, so that they do not stay in the cache."""
+
+
+@dataclass
+class Failures:
+    """What went wrong with which contender; the others go on.
+
+    Attributes:
+        found: contender -> what was raised, or what was wrong.
+    """
+
+    found: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def recorded(self, name: str) -> Iterator[None]:
+        """Run a block; whatever it raises is kept here."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever fails, the other contenders go on
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = [*str(error).strip().splitlines(), ""][0][:200]
+            self.found[name] = f"{type(error).__name__}: {text} ({where.name}:{where.lineno})"
 
 
 @dataclass(frozen=True)
@@ -77,18 +98,20 @@ def base_step(problem: Problem) -> Step:
     return lambda: [base(problem.x) for base in problem.bases]
 
 
-def our_step(problem: Problem, backend: LoRABackend[Any]) -> Step:
+def our_step(problem: Problem, backend: LoRABackend[Any], *, graph: bool = True) -> Step:
     """A backend, through the contract: weights allocated by it, a batch prepared for a graph.
+
+    The batch is prepared eagerly where the backend claims no such graph, or `graph` is False.
 
     Rows past an adapter's rank and slots without an adapter are NaN: they must not be read.
     """
     cell = problem.cell
     weights = [fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters, strict=True)]
     mode = "decode" if cell.decode else "prefill"
-    graph = mode if problem.x.is_cuda and mode in backend.capabilities.graphs else None
-    if graph is not None:
-        backend.init_graph(graph, max_requests=cell.requests, max_tokens=cell.tokens)
-    backend.prepare_batch(LoRABatch(cell.seq_lens, cell.slots, mode), graph=graph)
+    kind = mode if graph and problem.x.is_cuda and mode in backend.capabilities.graphs else None
+    if kind is not None:
+        backend.init_graph(kind, max_requests=cell.requests, max_tokens=cell.tokens)
+    backend.prepare_batch(LoRABatch(cell.seq_lens, cell.slots, mode), graph=kind)
     return lambda: [
         backend.linear(problem.x, base, w) for base, w in zip(problem.bases, weights, strict=True)
     ]
@@ -165,33 +188,24 @@ def measure(
     `peers`; the others stand.
     """
     problem = build(cell, device=device, dtype=dtype, layers=layers)
-    errors: dict[str, str] = {}
+    failures = Failures()
     replays: dict[str, Replay] = {BASE: capture(base_step(problem), device)}
     prepared: dict[str, str] = {}
 
-    @contextmanager
-    def recorded(name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever fails, the other contenders go on
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = str(error).strip().splitlines()
-            errors[name] = f"{type(error).__name__}: {text[0][:200] if text else ''} ({where.name}:{where.lineno})"
-
     for name in backends:
-        with recorded(name):
+        with failures.recorded(name):
             backend = load_backend(name, device=device)
             replays[name] = capture(our_step(problem, backend), device)
             info = backend.batch_info
             prepared[name] = (info.graph or "eager") if info is not None else "none"
     peers: dict[str, Step] = {}
-    with recorded("peers"):
+    with failures.recorded("peers"):
         peers = peer_steps(problem, kit)
     for name, step in peers.items():
-        with recorded(name):
+        with failures.recorded(name):
             replays[name] = capture(step, device)
 
-    error = check(problem, replays, errors)
+    error = check(problem, replays, failures.found)
     names = [BASE, *(name for name in replays if name in error)]
 
     def enough(paired: Paired) -> bool:
@@ -213,8 +227,8 @@ def measure(
         "error": error,
         "prepared": prepared,
     }
-    if errors:
-        row["errors"] = errors
+    if failures.found:
+        row["errors"] = failures.found
     return row
 
 

@@ -34,7 +34,7 @@ def describe(row: Row) -> str:
 def line(row: Row) -> str:
     """One row in one line: base, ours, bar, peers, what failed."""
     bar = bar_us(row)
-    parts = [f"{describe(row):44s} base {row.get('base_us', 0.0):8.1f}"]
+    parts = [f"{describe(row):44s} base {row.get('base_us') or 0.0:8.1f}"]
     parts += [f"{n} {us:.1f}" for n, us in sorted(row["ours"].items(), key=lambda item: item[1])]
     if bar is not None:
         parts.append(f"| bar {bar:.1f} limit {row['limit_us']:.1f}")
@@ -42,6 +42,25 @@ def line(row: Row) -> str:
     parts += ["" if row.get("counts") else "(wide)"]
     parts += [f"!! {name}: {what}" for name, what in row.get("errors", {}).items()]
     return "  ".join(parts)
+
+
+def host_line(row: Row) -> str:
+    """One host row in one line."""
+    parts = [f"{row['what']:32s} {row['requests']:4d} requests"]
+    for key in ("ours_us", "peers_us"):
+        parts += [f"{n} {us:.0f}" for n, us in sorted(row[key].items(), key=lambda item: item[1])] + ["|"]
+    parts += [f"!! {name}: {what}" for name, what in row.get("errors", {}).items()]
+    return "  ".join(parts)
+
+
+def decoder_line(row: Row) -> str:
+    """One decoder row in one line."""
+    kept = row["tokens_per_second"] / row["base_tokens_per_second"]
+    return (
+        f"{row['shape']} {row['phase']:7s} batch {row['batch']:3d} x{row['adapters']:<2d} "
+        f"{row['backend']:16s} {row['tokens_per_second']:9.0f} of {row['base_tokens_per_second']:9.0f} "
+        f"tokens/s, {kept:.1%}"
+    )
 
 
 def kind(row: Row) -> str:
