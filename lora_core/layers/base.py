@@ -98,16 +98,18 @@ class LoRALayer(nn.Module):
     # -- the base owns its tensors: its class may have its own way with them ----------------------
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self.base_layer._apply(fn, recurse)
+        move: Any = self.base_layer._apply  # noqa: SLF001 - a module's way to override .to()
+        move(fn, recurse)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.base_layer._save_to_state_dict(destination, prefix, keep_vars)
+        self.base_layer._save_to_state_dict(destination, prefix, keep_vars)  # noqa: SLF001 - likewise
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self.base_layer._load_from_state_dict(*args)
+        self.base_layer._load_from_state_dict(*args)  # noqa: SLF001 - likewise
 
     def train(self, mode: bool = True) -> Self:
+        """Set the mode of the base as well."""
         self.training = mode
         self.base_layer.train(mode)
         return self
@@ -127,7 +129,12 @@ class LoRALayer(nn.Module):
                 outside `manager.idle()` and `manager.base_only()`.
         """
         gate = self.gate
-        if rows and gate.adapters_loaded and not gate.base_allowed and gate.backend.batch_info is None:
+        if (
+            rows
+            and gate.adapters_loaded
+            and not gate.base_allowed
+            and gate.backend.batch_info is None
+        ):
             raise NoBatchPreparedError(
                 f"{self.site.name}: a forward of {rows} rows ran without a prepared batch while "
                 f"{gate.adapters_loaded} adapters are loaded. Use `with manager.batch(...)`, or "

@@ -7,17 +7,15 @@ when it runs. The base product stays in the graph. Eager calls never come here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lora_core.layers.base import LoRALayer
+from lora_core.backend import BaseModule
+from lora_core.layers.base import LoRALayer
 
-_library = torch.library.Library("lora_core", "DEF")
+_library = torch.library.Library("lora_core", "DEF")  # type: ignore[no-untyped-call]
 # cudagraph_unsafe: a recorded CUDA graph would replay the batch it was recorded with
-_library.define(
+_library.define(  # type: ignore[no-untyped-call]
     "add_delta(Tensor x, Tensor(a!) out, int handle, int logits_pass) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -40,28 +38,22 @@ class _Computed:
 
     __slots__ = ("_base", "_out", "_x")
 
-    def __init__(self, base: Any, x: Tensor, out: Tensor) -> None:
+    def __init__(self, base: BaseModule, x: Tensor, out: Tensor) -> None:
         self._base, self._x, self._out = base, x, out
 
     @property
     def weight(self) -> Tensor | None:
-        weight: Tensor | None = self._base.weight
-        return weight
+        return self._base.weight
 
     @property
     def bias(self) -> Tensor | None:
-        bias: Tensor | None = self._base.bias
-        return bias
+        return self._base.bias
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        result: Tensor = self._out if x is self._x else self._base(x)
-        return result
+        return self._out if x is self._x else self._base(x)
 
 
-@torch.compiler.disable
 def _run(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
-    from lora_core.layers.base import LoRALayer
-
     layer = LoRALayer.live[handle]
     weights, backend = layer.weights, layer.gate.backend
     if weights is None or backend.batch_info is None or not x.numel():
@@ -84,9 +76,10 @@ def _run(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
         out.copy_(result.view(out.shape))
 
 
-_library.impl("add_delta", _run, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("lora_core::add_delta", lib=_library)
 def _fake(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
-    """Nothing to say: the operator returns nothing, and `out` keeps its shape."""
+    """Nothing to infer: the operator returns nothing, and `out` keeps its shape."""
+
+
+# disabled: what a backend does inside is not for dynamo to trace, whatever runs the graph
+_library.impl("add_delta", torch.compiler.disable(_run), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("lora_core::add_delta", _fake, lib=_library)

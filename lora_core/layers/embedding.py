@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +13,9 @@ from lora_core.sites import Site
 
 
 class PlainEmbedding:
-    """`nn.Embedding` as a backend sees it, without the factor that some models apply afterwards."""
+    """`nn.Embedding` as a backend sees it."""
 
     __slots__ = ("module",)
-
-    bias = None
 
     def __init__(self, module: nn.Embedding) -> None:
         self.module = module
@@ -23,18 +23,26 @@ class PlainEmbedding:
     @property
     def weight(self) -> Tensor | None:
         """`[V, N]`."""
-        return self.module._parameters["weight"]
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """None: embeddings have none."""
+        return None
 
     def __call__(self, input_ids: Tensor, /) -> Tensor:
-        return self.module(input_ids)  # type: ignore[no-any-return]
+        """The module's own output."""
+        out: Tensor = self.module(input_ids)
+        return out
 
 
 class UnscaledEmbedding(PlainEmbedding):
-    """The lookup of a `ScaledWordEmbedding`, whose module multiplies it by `embed_scale`."""
+    """The lookup of a scaled embedding, without the `embed_scale` that its module multiplies by."""
 
     __slots__ = ()
 
     def __call__(self, input_ids: Tensor, /) -> Tensor:
+        """The rows of the weight."""
         return nn.Embedding.forward(self.module, input_ids)
 
 
@@ -45,11 +53,12 @@ class LoRAEmbedding(LoRALayer):
     factor, so it is applied after them.
     """
 
-    base: PlainEmbedding
+    base_layer: nn.Embedding
 
     def __init__(self, base_layer: nn.Embedding, site: Site, gate: ForwardGate) -> None:
         super().__init__(base_layer, site, gate)
-        self.scaled = type(base_layer).forward is not nn.Embedding.forward and hasattr(base_layer, "embed_scale")
+        own_forward = type(base_layer).forward is not nn.Embedding.forward
+        self.scaled = own_forward and hasattr(base_layer, "embed_scale")
         self.base = UnscaledEmbedding(base_layer) if self.scaled else PlainEmbedding(base_layer)
         self.dtype = base_layer.weight.dtype
 
@@ -62,12 +71,14 @@ class LoRAEmbedding(LoRALayer):
         weights, backend = self.weights, self.gate.backend
         if weights is None or backend.batch_info is None or not input_ids.numel():
             self.require_intended(input_ids.numel())
-            return self.base_layer(input_ids)  # type: ignore[no-any-return]
+            unchanged: Tensor = self.base_layer(input_ids)
+            return unchanged
         out = backend.embedding(input_ids.reshape(-1), self.base, weights)
         return self._scale(out.view(*input_ids.shape, out.shape[-1]))
 
     def _scale(self, out: Tensor) -> Tensor:
         if not self.scaled:
             return out
-        factor = self.base_layer.embed_scale
-        return out * (factor.to(self.base_layer.weight.dtype) if isinstance(factor, Tensor) else factor)
+        factor: Any = self.base_layer.embed_scale
+        scaled: Tensor = out * (factor.to(out.dtype) if isinstance(factor, Tensor) else factor)
+        return scaled

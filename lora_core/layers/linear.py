@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
+from lora_core.backend import BaseModule
 from lora_core.layers import compiled
 from lora_core.layers.base import ForwardGate, LoRALayer
 from lora_core.sites import Site
@@ -23,15 +24,19 @@ class PlainLinear:
     @property
     def weight(self) -> Tensor | None:
         """`[N, K]`."""
-        return self.module._parameters["weight"]
+        weight: Tensor | None = self.module.weight  # type: ignore[assignment]
+        return weight
 
     @property
     def bias(self) -> Tensor | None:
         """`[N]`, or None."""
-        return self.module._parameters["bias"]
+        bias: Tensor | None = self.module.bias  # type: ignore[assignment]
+        return bias
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
+        """The module's own output."""
+        out: Tensor = self.module(x)
+        return out
 
 
 class TransposedLinear(PlainLinear):
@@ -42,7 +47,7 @@ class TransposedLinear(PlainLinear):
     @property
     def weight(self) -> Tensor | None:
         """`[N, K]`, a view."""
-        weight = self.module._parameters["weight"]
+        weight = super().weight
         return None if weight is None else weight.T
 
 
@@ -60,38 +65,40 @@ class OpaqueLinear(PlainLinear):
     def bias(self) -> Tensor | None:
         """`[N]` where the module has a plain one."""
         bias = getattr(self.module, "bias", None)
-        return bias if isinstance(bias, Tensor) and bias.is_floating_point() and bias.dim() == 1 else None
+        plain = isinstance(bias, Tensor) and bias.is_floating_point() and bias.dim() == 1
+        return bias if plain else None
 
     def __call__(self, x: Tensor, /) -> Tensor:
+        """The module's own output, copied where it may be the input: the caller adds into it."""
         out: Tensor = self.module(x)
-        # the caller adds into what it gets, and a strange module may hand back its input
-        return out.clone() if out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else out
+        shared = out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        return out.clone() if shared else out
 
 
 class _WholeInput:
     """A base that is called with the input as the model gave it, before it was cut into rows.
 
-    For inputs whose rows had to be copied: some base modules round differently on another layout, and
+    For inputs whose rows had to be copied: some modules round differently on another layout, and
     rows without an adapter must equal the base bit for bit.
     """
 
-    __slots__ = ("base", "rows", "whole")
+    __slots__ = ("_base", "_rows", "_whole")
 
-    def __init__(self, base: PlainLinear, whole: Tensor, rows: Tensor) -> None:
-        self.base, self.whole, self.rows = base, whole, rows
+    def __init__(self, base: BaseModule, whole: Tensor, rows: Tensor) -> None:
+        self._base, self._whole, self._rows = base, whole, rows
 
     @property
     def weight(self) -> Tensor | None:
-        return self.base.weight
+        return self._base.weight
 
     @property
     def bias(self) -> Tensor | None:
-        return self.base.bias
+        return self._base.bias
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        if x is not self.rows:
-            return self.base(x)
-        out = self.base(self.whole)
+        if x is not self._rows:
+            return self._base(x)
+        out = self._base(self._whole)
         return out.reshape(-1, out.shape[-1])
 
 
@@ -102,18 +109,21 @@ class LoRALinear(LoRALayer):
         base_layer: `nn.Linear`, transformers' `Conv1D`, or anything that is called like them.
         site: its place; `site.layout` says which slices the output is packed of.
         gate: of the manager.
-        dtype: of the activations; only needed where the module shows no plain weight.
+        dtype: of the activations; needed only where the module shows no plain weight.
     """
 
-    base: PlainLinear
-
     def __init__(
-        self, base_layer: nn.Module, site: Site, gate: ForwardGate, *, dtype: torch.dtype | None = None
+        self,
+        base_layer: nn.Module,
+        site: Site,
+        gate: ForwardGate,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(base_layer, site, gate)
         self.base = view_linear(base_layer)
         weight = self.base.weight
-        self.dtype = dtype or (weight.dtype if weight is not None else torch.get_default_dtype())
+        self.dtype = dtype or (torch.get_default_dtype() if weight is None else weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """`base_layer(x)`, plus each row's adapter while a batch is prepared."""
@@ -127,8 +137,9 @@ class LoRALinear(LoRALayer):
             return out
         weights, backend = self.weights, self.gate.backend
         if weights is None or backend.batch_info is None or not x.numel():
-            self.require_intended(x.numel())
-            return self.base_layer(x)  # type: ignore[no-any-return]
+            self.require_intended(x.numel() // x.shape[-1])
+            unchanged: Tensor = self.base_layer(x)
+            return unchanged
         self.refuse_training(x)
         rows, base = x, self.base
         if x.dim() != 2 or x.stride(1) != 1:
@@ -144,34 +155,30 @@ class LoRALinear(LoRALayer):
 
 def view_linear(module: nn.Module) -> PlainLinear:
     """How a backend gets to see a linear module: with its weight only where that is plain."""
-    weight = module._parameters.get("weight")
-    features = linear_features(module)
-    if (
-        features is not None
-        and "forward" not in vars(module)
-        and type(weight) in {nn.Parameter, Tensor}
-        and weight is not None
-        and weight.is_floating_point()
-    ):
-        in_features, out_features = features
-        if type(module).forward is nn.Linear.forward and weight.shape == (out_features, in_features):
-            return PlainLinear(module)
-        if _is_conv1d(module) and weight.shape == (in_features, out_features):
-            return TransposedLinear(module)
+    kind, weight, features = type(module), getattr(module, "weight", None), linear_features(module)
+    if "forward" in vars(module) or features is None or not _is_plain(weight):
+        return OpaqueLinear(module)
+    in_features, out_features = features
+    if kind.forward is nn.Linear.forward and weight.shape == (out_features, in_features):
+        return PlainLinear(module)
+    if _is_conv1d(module) and weight.shape == (in_features, out_features):
+        return TransposedLinear(module)
     return OpaqueLinear(module)
+
+
+def _is_plain(weight: object) -> TypeGuard[Tensor]:
+    """Whether this holds numbers as they are: quantised weights are subclasses, or integers."""
+    return type(weight) in {nn.Parameter, Tensor} and cast("Tensor", weight).is_floating_point()
 
 
 def linear_features(module: nn.Module) -> tuple[int, int] | None:
     """`(K, N)` of a module that looks like a linear, else None."""
-    found: Any
-    if _is_conv1d(module):
-        found = (module.nx, module.nf)
-    else:
-        found = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-    k, n = found
+    names = ("nx", "nf") if _is_conv1d(module) else ("in_features", "out_features")
+    k, n = (getattr(module, name, None) for name in names)
     return (k, n) if isinstance(k, int) and isinstance(n, int) else None
 
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D, told without importing transformers."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"

@@ -18,11 +18,15 @@ def make_gate() -> ForwardGate:
 
 
 def make_site(kind: str, in_features: int, *widths: int) -> Site:
-    names = ("block.proj",) if len(widths) == 1 else tuple(f"block.part{i}" for i in range(len(widths)))
+    names = (
+        ("block.proj",) if len(widths) == 1 else tuple(f"block.part{i}" for i in range(len(widths)))
+    )
     return Site("block.proj", kind, in_features, SliceLayout(widths), names)
 
 
-def make_weights(in_features: int, *widths: int, dtype=torch.float32, embedding=False) -> LoRAWeights:
+def make_weights(
+    in_features: int, *widths: int, dtype=torch.float32, embedding=False
+) -> LoRAWeights:
     """Slot s has rank s + 1 (slot 2's last slice: 0); whatever lies past a rank is NaN."""
     n, out = len(widths), sum(widths)
     shape = (SLOTS, in_features, MAX_RANK) if embedding else (SLOTS, n, MAX_RANK, in_features)
@@ -56,7 +60,9 @@ def expected_delta(x: Tensor, weights: LoRAWeights, lengths: list[int], slots: l
                 h = weights.a[slot, x[row], :rank].double()
             else:
                 h = weights.a[slot, s, :rank].double() @ x[row].double()
-            out[row, span] = weights.scalings[slot, s].double() * (weights.b[slot, span, :rank].double() @ h)
+            out[row, span] = weights.scalings[slot, s].double() * (
+                weights.b[slot, span, :rank].double() @ h
+            )
     return out
 
 
@@ -70,7 +76,9 @@ class QuantisedLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.register_buffer("codes", torch.randint(-127, 127, (out_features, in_features), dtype=torch.int8))
+        self.register_buffer(
+            "codes", torch.randint(-127, 127, (out_features, in_features), dtype=torch.int8)
+        )
         self.register_buffer("scale", torch.rand(out_features, 1) / 127)
         self.bias = nn.Parameter(torch.randn(out_features))
 

@@ -31,8 +31,12 @@ def wrapped_model():
 def test_names_of_everything_are_the_bases_own():
     model, wrapped, _ = wrapped_model()
     assert list(wrapped.state_dict()) == list(model.state_dict())
-    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in wrapped.named_modules()] == [name for name, _ in model.named_modules()]
+    assert [name for name, _ in wrapped.named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
+    assert [name for name, _ in wrapped.named_modules()] == [
+        name for name, _ in model.named_modules()
+    ]
     assert all(a is b for a, b in zip(wrapped.parameters(), model.parameters(), strict=True))
 
 
@@ -67,7 +71,11 @@ def test_a_base_that_saves_itself_in_its_own_way():
             destination[prefix + "packed"] = self.weight.detach()
 
     base = Special(K, N)
-    assert list(nn.Sequential(wrap(base)).state_dict()) == list(nn.Sequential(base).state_dict()) == ["0.packed"]
+    assert (
+        list(nn.Sequential(wrap(base)).state_dict())
+        == list(nn.Sequential(base).state_dict())
+        == ["0.packed"]
+    )
 
 
 def test_casts_and_modes_reach_the_base():
@@ -112,4 +120,7 @@ def test_a_wrapped_layer_is_not_copied():
 
 
 def test_repr_names_the_base():
-    assert repr(wrap(nn.Linear(K, N))) == "LoRALinear(Linear(in_features=5, out_features=4, bias=True))"
+    assert (
+        repr(wrap(nn.Linear(K, N)))
+        == "LoRALinear(Linear(in_features=5, out_features=4, bias=True))"
+    )

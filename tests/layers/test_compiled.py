@@ -106,8 +106,12 @@ def test_dora_bias_and_whole_weights_work_compiled_too(feature):
     gate = make_gate()
     layer = LoRALinear(nn.Linear(K, N), make_site("linear", K, N), gate)
     plain = make_weights(K, N)
-    extra = {"full": {0: torch.randn(N, K)}} if feature == "full" else {feature: torch.rand(3, N) + 0.5}
-    layer.weights = type(plain)(plain.a, plain.b, plain.ranks, plain.scalings, plain.layout, **extra)
+    extra = (
+        {"full": {0: torch.randn(N, K)}} if feature == "full" else {feature: torch.rand(3, N) + 0.5}
+    )
+    layer.weights = type(plain)(
+        plain.a, plain.b, plain.ranks, plain.scalings, plain.layout, **extra
+    )
     x = torch.randn(2, 3, K)
     prepare(gate, [2, 1, 3], [0, -1, 1])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -43,7 +43,9 @@ def test_each_row_gets_its_own_adapter(base, factor, shape):
 
     assert out.shape == base_out.shape
     assert torch.equal(out.view(-1, N)[2], base_out.view(-1, N)[2])
-    expected = base_out.view(-1, N).double() + factor * expected_delta(ids.view(-1), layer.weights, lengths, slots)
+    expected = base_out.view(-1, N).double() + factor * expected_delta(
+        ids.view(-1), layer.weights, lengths, slots
+    )
     torch.testing.assert_close(out.view(-1, N).double(), expected, rtol=1e-5, atol=1e-5)
 
 

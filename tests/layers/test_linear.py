@@ -6,8 +6,21 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lora_core.errors import BatchMismatchError, NoBatchPreparedError, UnsupportedOpError
-from lora_core.layers.linear import LoRALinear, OpaqueLinear, PlainLinear, TransposedLinear, linear_features
-from tests.layers.helpers import QuantisedLinear, expected_delta, make_gate, make_site, make_weights, prepare
+from lora_core.layers.linear import (
+    LoRALinear,
+    OpaqueLinear,
+    PlainLinear,
+    TransposedLinear,
+    linear_features,
+)
+from tests.layers.helpers import (
+    QuantisedLinear,
+    expected_delta,
+    make_gate,
+    make_site,
+    make_weights,
+    prepare,
+)
 
 K, N = 12, 10
 
@@ -219,7 +232,9 @@ def test_strange_base_that_returns_its_input_is_copied():
 
 def test_dtype_follows_the_activations():
     assert make_layer(nn.Linear(K, N).bfloat16()).dtype == torch.bfloat16
-    layer = LoRALinear(QuantisedLinear(K, N), make_site("linear", K, N), make_gate(), dtype=torch.float16)
+    layer = LoRALinear(
+        QuantisedLinear(K, N), make_site("linear", K, N), make_gate(), dtype=torch.float16
+    )
     assert layer.dtype == torch.float16
 
 
