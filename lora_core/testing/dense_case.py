@@ -5,6 +5,7 @@ A case prints as code that can be pasted. Its tensors depend on the case alone, 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -284,6 +285,15 @@ class Problem:
             band.tensor.copy_(values)
         band.arm()
         return band
+
+    def with_batch(self, case: DenseCase) -> Problem:
+        """The same weights and base under another batch, whose adapters must be among the filled ones."""
+        other = copy.copy(self)
+        other.case = case
+        values = torch.randn((case.rows, case.K), generator=torch.Generator().manual_seed(case.seed + 3))
+        other.x = values.to(self.dtype).to(self.device)
+        other.x[case.tokens :] = torch.nan
+        return other
 
     # -- running --------------------------------------------------------------------------------------
 

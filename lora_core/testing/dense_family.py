@@ -8,5 +8,9 @@ from lora_core.testing.subject import Subject
 DENSE: Family[Subject] = Family(
     name="dense",
     subject=Subject,
-    modules=("lora_core.testing.dense_values", "lora_core.testing.dense_laws"),
+    modules=(
+        "lora_core.testing.dense_values",
+        "lora_core.testing.dense_laws",
+        "lora_core.testing.dense_state",
+    ),
 )
