@@ -265,7 +265,7 @@ def _parse_key(key: str) -> tuple[str, str] | None:
             if part is not None and len(rest) - len(tail) <= 1:
                 return path, part
         return None
-    if len(pieces) < 2:
+    if len(pieces) < 2 or any(p.startswith("lora_") for p in pieces):
         return None
     *head, leaf = pieces
     if leaf == "alpha":
