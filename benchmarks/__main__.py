@@ -29,8 +29,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--out", type=Path, help="result file, added to; default build/bench/WHAT.json")
-    common.add_argument("--backends", help="comma-separated; default: all installed but the reference")
+    common.add_argument(
+        "--out", type=Path, help="result file, added to; default build/bench/WHAT.json"
+    )
+    common.add_argument(
+        "--backends", help="comma-separated; default: all installed but the reference"
+    )
     common.add_argument("--peers", type=Path, help="folder of a peers kit")
     common.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     common.add_argument("--budget-s", type=float, default=float("inf"), help="stop after this long")
@@ -46,9 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_dense)
     command = commands.add_parser("moe", parents=[common, grid], help="experts layers")
     command.set_defaults(run=_moe)
-    command = commands.add_parser("host", parents=[common], help="host cost of a batch and of a site")
+    command = commands.add_parser(
+        "host", parents=[common], help="host cost of a batch and of a site"
+    )
     command.set_defaults(run=_host)
-    command = commands.add_parser("decoder", parents=[common], help="a whole decoder, random weights")
+    command = commands.add_parser(
+        "decoder", parents=[common], help="a whole decoder, random weights"
+    )
     command.add_argument("--batches", default="1,8,32,128", help="comma-separated")
     command.add_argument("--adapters", default="1,8,32", help="comma-separated")
     command.add_argument("--phases", default="decode,prefill", help="comma-separated")

@@ -57,7 +57,9 @@ def relative_rms(out: Tensor, reference: Tensor) -> float:
 class Oracle:
     """Float32 results of a layer, and how far plain torch in the timed dtype is from them."""
 
-    def __init__(self, x: Tensor, weight: Tensor, adapters: Adapters, row_slots: Tensor, rows: Tensor):
+    def __init__(
+        self, x: Tensor, weight: Tensor, adapters: Adapters, row_slots: Tensor, rows: Tensor
+    ) -> None:
         picked, slots = x[rows], row_slots[rows]
         self.rows = rows
         self.expected = picked.float() @ weight.float().mT

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN202 - Triton's jit reads annotations itself: only constexpr means anything
 """A whole decoder with random weights, under graphs: tokens per second with and without adapters.
 
 Attention, norms and activations are the same for every contender; only the linear sites differ.
@@ -63,7 +64,7 @@ class Shape:
 
 
 @triton.jit
-def _rotate(qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotate(qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row: tl.constexpr, HALF: tl.constexpr):
     """Rotary embedding of one head of one token, in place: `[T, heads * 2 * HALF]`."""
     token, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, HALF)
@@ -76,13 +77,17 @@ def _rotate(qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row: tl.constexpr, HALF: t
 
 
 @triton.jit
-def _silu_mul(both_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul(both_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     """`silu(gate) * up` of `[T, 2N]`."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(both_ptr + token * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(both_ptr + token * 2 * N + N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=n < N)
+    tl.store(
+        out_ptr + token * N + n,
+        (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty),
+        mask=n < N,
+    )
 
 
 class Decoder:
@@ -128,7 +133,9 @@ class Decoder:
             x = x + site(layer, "o", attend(layer, qkv))
             both = site(layer, "gate_up", self._normed(x))
             active = both.new_empty(len(ids), shape.intermediate)
-            _silu_mul[(len(ids), triton.cdiv(shape.intermediate, 1024))](both, active, shape.intermediate, 1024)
+            _silu_mul[(len(ids), triton.cdiv(shape.intermediate, 1024))](
+                both, active, shape.intermediate, 1024
+            )
             x = x + site(layer, "down", active)
         return self.head(self._normed(x[last])).argmax(-1)
 
@@ -145,7 +152,9 @@ class Decoder:
     def decode_step(self, batch: int, site: Site) -> Callable[[], list[Tensor]]:
         """One token of every request, each with `CONTEXT` tokens in the cache."""
         s, device = self.shape, self.device
-        cache = torch.randn(s.layers, 2, batch, s.kv_heads, CONTEXT, s.head, device=device, dtype=self.dtype)
+        cache = torch.randn(
+            s.layers, 2, batch, s.kv_heads, CONTEXT, s.head, device=device, dtype=self.dtype
+        )
         ids = torch.arange(batch, device=device) * 7 % s.vocabulary
         positions = torch.full((batch,), CONTEXT - 1, device=device, dtype=torch.int32)
         rows = torch.arange(batch, device=device)
@@ -166,8 +175,10 @@ class Decoder:
         positions = torch.arange(length, device=device, dtype=torch.int32).repeat(batch)
         last = torch.arange(1, batch + 1, device=device) * length - 1
 
-        def attend(layer: int, qkv: Tensor) -> Tensor:
-            out = functional.scaled_dot_product_attention(*self.split(qkv, batch), is_causal=True, enable_gqa=True)
+        def attend(_: int, qkv: Tensor) -> Tensor:
+            out = functional.scaled_dot_product_attention(
+                *self.split(qkv, batch), is_causal=True, enable_gqa=True
+            )
             return out.transpose(1, 2).reshape(batch * length, -1)
 
         return lambda: [self.forward(ids, positions, site, attend, last)]
@@ -205,17 +216,28 @@ def _point(model: Decoder, backends: Sequence[str], kit: ModuleType | None, peer
     failures = dense.Failures()
 
     def step(site: Site) -> Callable[[], list[Tensor]]:
-        return model.decode_step(batch, site) if phase == "decode" else model.prefill_step(batch, length, site)
+        return (
+            model.decode_step(batch, site)
+            if phase == "decode"
+            else model.prefill_step(batch, length, site)
+        )
 
     cells = {
-        name: DenseCell(name, k, widths, tokens, count, _RANK, max(8, count), _MAX_RANK, "even", batch, 2.5)
+        name: DenseCell(
+            name, k, widths, tokens, count, _RANK, max(8, count), _MAX_RANK, "even", batch, 2.5
+        )
         for name, (k, widths) in model.shape.sites.items()
     }
-    pools = [{name: _adapters(cell, model) for name, cell in cells.items()} for _ in range(model.shape.layers)]
+    pools = [
+        {name: _adapters(cell, model) for name, cell in cells.items()}
+        for _ in range(model.shape.layers)
+    ]
     replays: dict[str, Replay] = {BASE: capture(step(model.base), device)}
     for name in backends:
         with failures.recorded(name):
-            replays[name] = capture(step(_our_site(model, name, cells, pools, phase, batch, length)), device)
+            replays[name] = capture(
+                step(_our_site(model, name, cells, pools, phase, batch, length)), device
+            )
     if kit is not None:
         with failures.recorded("peers"):
             sites = _peer_sites(model, kit, cells, pools, batch, length, peers)
@@ -253,7 +275,10 @@ def _our_site(model: Decoder, name: str, cells: dict[str, DenseCell], pools: lis
               phase: Any, batch: int, length: int) -> Site:  # fmt: skip
     backend = load_backend(name, device=model.device)
     weights = [
-        {site: dense.fill(backend, model.bases[layer][site], pool[site], cells[site]) for site in cells}
+        {
+            site: dense.fill(backend, model.bases[layer][site], pool[site], cells[site])
+            for site in cells
+        }
         for layer, pool in enumerate(pools)
     ]
     graph = phase if model.device.type == "cuda" and phase in backend.capabilities.graphs else None
@@ -278,6 +303,8 @@ def _peer_sites(model: Decoder, kit: ModuleType, cells: dict[str, DenseCell],
     }  # fmt: skip
 
     def site_of(name: str) -> Site:
-        return lambda layer, site, x: calls[site][name](layer, x, partial(model.bases[layer][site], x))
+        return lambda layer, site, x: calls[site][name](
+            layer, x, partial(model.bases[layer][site], x)
+        )
 
     return {name: site_of(name) for name in names}

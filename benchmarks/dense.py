@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.check import Adapters, Oracle, sample_rows
 from benchmarks.grid import DenseCell
 from benchmarks.results import Row
-from benchmarks.stats import tight
+from benchmarks.stats import counts
 from benchmarks.timing import BASE, Paired, Replay, Step, capture, paired_rounds, timer
 from lora_core import load_backend
 from lora_core.backend import LoRABackend
@@ -64,7 +64,9 @@ class Problem:
         return SliceLayout(self.cell.widths)
 
 
-def build(cell: DenseCell, *, device: torch.device, dtype: torch.dtype, layers: int = LAYERS) -> Problem:
+def build(
+    cell: DenseCell, *, device: torch.device, dtype: torch.dtype, layers: int = LAYERS
+) -> Problem:
     """Random weights scaled so that base and delta are of one size: a missing delta shows."""
     generator = torch.Generator(device).manual_seed(hash_of(cell))
     n, k = sum(cell.widths), cell.K
@@ -106,7 +108,10 @@ def our_step(problem: Problem, backend: LoRABackend[Any], *, graph: bool = True)
     Rows past an adapter's rank and slots without an adapter are NaN: they must not be read.
     """
     cell = problem.cell
-    weights = [fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters, strict=True)]
+    weights = [
+        fill(backend, base, a, cell)
+        for base, a in zip(problem.bases, problem.adapters, strict=True)
+    ]
     mode = "decode" if cell.decode else "prefill"
     kind = mode if graph and problem.x.is_cuda and mode in backend.capabilities.graphs else None
     if kind is not None:
@@ -117,7 +122,9 @@ def our_step(problem: Problem, backend: LoRABackend[Any], *, graph: bool = True)
     ]
 
 
-def fill(backend: LoRABackend[Any], base: nn.Linear, adapters: Adapters, cell: DenseCell) -> LoRAWeights:
+def fill(
+    backend: LoRABackend[Any], base: nn.Linear, adapters: Adapters, cell: DenseCell
+) -> LoRAWeights:
     """The pool of one site, sized by the cell, with the cell's adapters in its first slots."""
     weights = backend.allocate_weights(
         num_slots=cell.max_loras,
@@ -209,12 +216,11 @@ def measure(
     names = [BASE, *(name for name in replays if name in error)]
 
     def enough(paired: Paired) -> bool:
-        estimates = paired.estimates()
-        rivals = [estimates[p].median for p in peers if p in estimates]
-        reference = min(rivals) if rivals else min((e.median for e in estimates.values()), default=0.0)
-        return tight(estimates, max(reference, cell.limit_us))
+        return counts(paired.estimates(), backends, peers, cell.limit_us)
 
-    paired = paired_rounds(timer(replays, device), names, layers=layers, enough=enough, seconds=seconds)
+    paired = paired_rounds(
+        timer(replays, device), names, layers=layers, enough=enough, seconds=seconds
+    )
     estimates = paired.estimates()
     row: Row = {
         **cell.asked(),
@@ -247,7 +253,9 @@ def check(problem: Problem, replays: dict[str, Replay], errors: dict[str, str]) 
             replay.run()
             worst[name] = 0.0
     for layer, (base, adapters) in enumerate(zip(problem.bases, problem.adapters, strict=True)):
-        oracle = Oracle(x, base.weight, adapters, problem.row_slots, everything if layer == 0 else rows)
+        oracle = Oracle(
+            x, base.weight, adapters, problem.row_slots, everything if layer == 0 else rows
+        )
         for name in list(worst):
             fault = oracle.fault(replays[name].outputs[layer])
             worst[name] = max(worst[name], oracle.last)

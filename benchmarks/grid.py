@@ -159,7 +159,11 @@ def moe_cells(name: GridName) -> list[MoECell]:
     """The expert cells of a grid, spread like the dense ones."""
     judged = [MoECell(**cell) for cell in json.loads(JUDGED.read_text())["moe"]]
     if name == "smoke":
-        return [c for c in judged if c.shape.startswith("qwen") and c.tokens in (1, 32, 2048) and c.rank == 16]
+        return [
+            c
+            for c in judged
+            if c.shape.startswith("qwen") and c.tokens in (1, 32, 2048) and c.rank == 16
+        ]
     if name == "judged":
         return spread(judged)
     known = {(c.shape, c.tokens, c.adapters, c.rank, c.layout) for c in judged}

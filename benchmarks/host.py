@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from types import ModuleType
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +15,7 @@ from benchmarks.grid import DenseCell
 from benchmarks.results import Row
 from benchmarks.stats import median_interval
 from lora_core import load_backend
+from lora_core.backend import LoRABackend
 from lora_core.batch import LoRABatch
 
 REQUESTS = (1, 32, 256)
@@ -43,7 +45,8 @@ def rows(backends: Sequence[str], kit: ModuleType | None, *, device: torch.devic
     peers = kit.prepare(max_loras=_MAX_LORAS, rank=_RANK, device=device) if kit else {}
     for requests in REQUESTS:
         lengths, slots = [1] * requests, [i % _MAX_LORAS for i in range(requests)]
-        for graph in (None, "decode"):
+        graphs: tuple[Literal["decode"] | None, ...] = (None, "decode")
+        for graph in graphs:
             failures = dense.Failures()
             ours, theirs = {}, {}
             for name in backends:
@@ -54,21 +57,19 @@ def rows(backends: Sequence[str], kit: ModuleType | None, *, device: torch.devic
                             continue
                         backend.init_graph(graph, max_requests=requests, max_tokens=requests)
                     ours[name] = host_us(
-                        lambda b=backend, g=graph: b.prepare_batch(
-                            LoRABatch(lengths, slots, "decode"), graph=g
-                        ),
+                        partial(_prepare, backend, lengths, slots, graph),
                         device,
                     )
             if graph is None:
                 for name, prepare in peers.items():
                     with failures.recorded(name):
-                        theirs[name] = host_us(lambda p=prepare: p(lengths, slots), device)
+                        theirs[name] = host_us(partial(prepare, lengths, slots), device)
             what = "prepare_batch, eager" if graph is None else "prepare_batch, decode graph"
             yield _row(what, requests, ours, theirs, failures)
     for cell in _sites():
         failures = dense.Failures()
         problem = dense.build(cell, device=device, dtype=torch.bfloat16, layers=1)
-        base = host_us(lambda: problem.bases[0](problem.x), device)
+        base = host_us(dense.base_step(problem), device)
         ours, theirs = {}, {}
         for name in backends:
             with failures.recorded(name):
@@ -82,6 +83,12 @@ def rows(backends: Sequence[str], kit: ModuleType | None, *, device: torch.devic
         yield _row(f"one site, eager: {cell.site}", cell.requests, ours, theirs, failures)
 
 
+def _prepare(
+    backend: LoRABackend[Any], lengths: list[int], slots: list[int], graph: Literal["decode"] | None
+) -> None:
+    backend.prepare_batch(LoRABatch(lengths, slots, "decode"), graph=graph)
+
+
 def _sites() -> Iterator[DenseCell]:
     for site, k, widths in (("o", 4096, (4096,)), ("qkv", 4096, (4096, 1024, 1024))):
         yield DenseCell(site, k, widths, 32, 8, _RANK, _MAX_LORAS, 64, "even", 32, 2.5)
@@ -91,5 +98,3 @@ def _row(what: str, requests: int, ours: dict[str, float], theirs: dict[str, flo
          failures: dense.Failures) -> Row:  # fmt: skip
     row: Row = {"what": what, "requests": requests, "ours_us": ours, "peers_us": theirs}
     return {**row, "errors": failures.found} if failures.found else row
-
-

@@ -8,12 +8,13 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.check import ALLOWED_OVER_TORCH, relative_rms
 from benchmarks.dense import Failures
 from benchmarks.grid import MoECell
 from benchmarks.results import Row
-from benchmarks.stats import tight
+from benchmarks.stats import counts
 from benchmarks.timing import BASE, Paired, Replay, capture, paired_rounds, timer
 from lora_core import load_moe_backend
 from lora_core.moe import MoELoRAWeights, MoERouting
@@ -82,7 +83,13 @@ class Problem:
 def build(cell: MoECell, *, device: torch.device, dtype: torch.dtype) -> Problem:
     """Random weights, uniform routing."""
     generator = torch.Generator(device).manual_seed(1)
-    hidden, inter, experts, rank, k = cell.hidden, cell.intermediate, cell.experts, cell.rank, cell.top_k
+    hidden, inter, experts, rank, k = (
+        cell.hidden,
+        cell.intermediate,
+        cell.experts,
+        cell.rank,
+        cell.top_k,
+    )
     shared = cell.layout == "shared_outer"
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -161,12 +168,14 @@ def base_call(problem: Problem) -> Callable[[], None]:
     ends = counts.cumsum(0).int()
     token = problem.topk_ids.flatten().argsort(stable=True) // cell.top_k
     sorted_x = x[token]
-    w13 = torch.randn(cell.experts, cell.hidden, 2 * cell.intermediate, device=x.device, dtype=x.dtype)
+    w13 = torch.randn(
+        cell.experts, cell.hidden, 2 * cell.intermediate, device=x.device, dtype=x.dtype
+    )
     w2 = torch.randn(cell.experts, cell.intermediate, cell.hidden, device=x.device, dtype=x.dtype)
 
     def call() -> None:
-        torch._grouped_mm(sorted_x, w13, offs=ends)
-        torch._grouped_mm(problem.x_down, w2, offs=ends)
+        functional.grouped_mm(sorted_x, w13, offs=ends)
+        functional.grouped_mm(problem.x_down, w2, offs=ends)
 
     return call
 
@@ -182,12 +191,16 @@ def measure(
 ) -> Row:
     """One row: ours and peers, timed in turn on top of flushing the cache, and checked."""
     problem = build(cell, device=device, dtype=dtype)
-    flush = torch.empty(_FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+    flush = torch.empty(
+        _FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device
+    )
     failures = Failures()
     replays: dict[str, Replay] = {}
 
     def contender(name: str, call: Callable[[], None]) -> None:
-        copies = [torch.empty_like(out) for out in (problem.out13, problem.out2) for _ in range(REPEATS)]
+        copies = [
+            torch.empty_like(out) for out in (problem.out13, problem.out2) for _ in range(REPEATS)
+        ]
 
         def step() -> list[Tensor]:
             for i in range(REPEATS):
@@ -214,16 +227,17 @@ def measure(
         with failures.recorded(name):
             contender(name, call)
 
-    error = check(problem, {n: r for n, r in replays.items() if n not in (BASE, _PRODUCT)}, backends, failures)
+    error = check(
+        problem, {n: r for n, r in replays.items() if n not in (BASE, _PRODUCT)}, backends, failures
+    )
     timed = [n for n in replays if n in (BASE, _PRODUCT) or n in error]
 
     def enough(paired: Paired) -> bool:
-        estimates = {n: e for n, e in paired.estimates().items() if n != _PRODUCT}
-        rivals = [estimates[p].median for p in peers if p in estimates]
-        reference = min(rivals) if rivals else min((e.median for e in estimates.values()), default=0.0)
-        return tight(estimates, max(reference, cell.limit_us))
+        return counts(paired.estimates(), backends, peers, cell.limit_us)
 
-    paired = paired_rounds(timer(replays, device), timed, layers=REPEATS, enough=enough, seconds=seconds)
+    paired = paired_rounds(
+        timer(replays, device), timed, layers=REPEATS, enough=enough, seconds=seconds
+    )
     estimates = paired.estimates()
     row: Row = {
         **cell.asked(),
@@ -251,9 +265,17 @@ def check(
     pairs = torch.arange(cell.tokens * cell.top_k, device=device)
     if len(pairs) > _CHECKED_PAIRS:
         pairs = torch.linspace(0, len(pairs) - 1, _CHECKED_PAIRS, device=device).long()
-    expected = [delta(problem, pairs, torch.float32), delta(problem, pairs, torch.float32, down=True)]
-    plain = [delta(problem, pairs, problem.x.dtype), delta(problem, pairs, problem.x.dtype, down=True)]
-    allowed = [ALLOWED_OVER_TORCH * relative_rms(p, e) for p, e in zip(plain, expected, strict=True)]
+    expected = [
+        delta(problem, pairs, torch.float32),
+        delta(problem, pairs, torch.float32, down=True),
+    ]
+    plain = [
+        delta(problem, pairs, problem.x.dtype),
+        delta(problem, pairs, problem.x.dtype, down=True),
+    ]
+    allowed = [
+        ALLOWED_OVER_TORCH * relative_rms(p, e) for p, e in zip(plain, expected, strict=True)
+    ]
     worst: dict[str, float | None] = {}
     for name, replay in replays.items():
         for out in replay.outputs:

@@ -22,7 +22,9 @@ def load_kit(folder: Path | None) -> ModuleType | None:
     if folder is None:
         return None
     if not (folder / "peers.py").is_file():
-        raise FileNotFoundError(f"--peers {folder}: there is no peers.py in it; build the kit first")
+        raise FileNotFoundError(
+            f"--peers {folder}: there is no peers.py in it; build the kit first"
+        )
     sys.path.insert(0, str(folder.resolve()))
     return importlib.import_module("peers")
 

@@ -38,7 +38,9 @@ def line(row: Row) -> str:
     parts += [f"{n} {us:.1f}" for n, us in sorted(row["ours"].items(), key=lambda item: item[1])]
     if bar is not None:
         parts.append(f"| bar {bar:.1f} limit {row['limit_us']:.1f}")
-        parts += [f"{n} {us:.1f}" for n, us in sorted(row["peers"].items(), key=lambda item: item[1])]
+        parts += [
+            f"{n} {us:.1f}" for n, us in sorted(row["peers"].items(), key=lambda item: item[1])
+        ]
     parts += ["" if row.get("counts") else "(wide)"]
     parts += [f"!! {name}: {what}" for name, what in row.get("errors", {}).items()]
     return "  ".join(parts)
@@ -48,7 +50,9 @@ def host_line(row: Row) -> str:
     """One host row in one line."""
     parts = [f"{row['what']:32s} {row['requests']:4d} requests"]
     for key in ("ours_us", "peers_us"):
-        parts += [f"{n} {us:.0f}" for n, us in sorted(row[key].items(), key=lambda item: item[1])] + ["|"]
+        parts += [
+            f"{n} {us:.0f}" for n, us in sorted(row[key].items(), key=lambda item: item[1])
+        ] + ["|"]
     parts += [f"!! {name}: {what}" for name, what in row.get("errors", {}).items()]
     return "  ".join(parts)
 
@@ -91,7 +95,10 @@ def tables(files: Iterable[Path]) -> str:
         for name in [*names, None]:
             for group, entries in sorted(ratios(rows, name).items()):
                 mean = geometric_mean([ratio for ratio, _ in entries])
-                mine = [(min(r["ours"].values()) if name is None else r["ours"][name], r) for _, r in entries]
+                mine = [
+                    (min(r["ours"].values()) if name is None else r["ours"][name], r)
+                    for _, r in entries
+                ]
                 reached = sum(us <= (bar_us(r) or 0.0) for us, r in mine)
                 worst = sorted(entries, key=lambda e: -e[0])[:3]
                 lines.append(

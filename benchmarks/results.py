@@ -7,7 +7,6 @@ never mixes parts of two rows; it chooses one of them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ class ResultFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(f'{head[:-1]}, "rows": [\n{rows}\n]}}\n')
-        os.replace(partial, self.path)
+        partial.replace(self.path)
 
 
 def merge(target: Path, sources: Iterable[Path]) -> int:

@@ -38,7 +38,14 @@ def dense_limit_us(
 
 
 def moe_limit_us(
-    hidden: int, inter: int, experts: int, top_k: int, rank: int, tokens: int, adapters: int, layout: str
+    hidden: int,
+    inter: int,
+    experts: int,
+    top_k: int,
+    rank: int,
+    tokens: int,
+    adapters: int,
+    layout: str,
 ) -> float:
     """Limit of gate_up and down of one experts layer, one kernel each, routing uniform."""
     live, pairs, shared = min(adapters, tokens), tokens * top_k, layout == "shared_outer"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -48,9 +48,28 @@ def median_interval(samples: Sequence[float], *, confidence: float = 0.95) -> Es
     return Estimate(median(ordered), ordered[k - 1], ordered[n - k])
 
 
-def tight(estimates: Mapping[str, Estimate], overhead: float) -> bool:
-    """Whether every interval is within `COUNTS_WITHIN` of `overhead`, the best peer's."""
-    return all(e.width <= COUNTS_WITHIN * overhead for e in estimates.values())
+def counts(
+    estimates: Mapping[str, Estimate], ours: Iterable[str], peers: Iterable[str], limit: float
+) -> bool:
+    """Whether a cell counts: ours and the best peer are known well enough to be compared.
+
+    Args:
+        estimates: of all contenders.
+        ours: names of the backends under test.
+        peers: names of the peers; without any, our own best overhead is the measure.
+        limit: the physical limit, the least overhead that is believed.
+    """
+    mine = [estimates[name] for name in ours if name in estimates]
+    best_peer = min(
+        (estimates[name] for name in peers if name in estimates),
+        key=lambda e: e.median,
+        default=None,
+    )
+    compared = mine if best_peer is None else [*mine, best_peer]
+    if not compared:
+        return False
+    overhead = best_peer.median if best_peer is not None else min(e.median for e in mine)
+    return all(e.width <= COUNTS_WITHIN * max(overhead, limit) for e in compared)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

@@ -67,11 +67,11 @@ def fused_tiles(site: str, tokens: int) -> Iterator[Tiles]:
 
 def wide_choices(tokens: int) -> Iterator[dict[str, Any]]:
     """Variants of the expand behind a wide base."""
-    yield dict(bm=16, bn=64, br=16, warps=4, pdl=False)
-    yield dict(bm=16, bn=64, br=16, warps=4, pdl=True)
-    yield dict(bm=16, bn=128, br=16, warps=4, pdl=True)
-    yield dict(bm=16, bn=32, br=16, warps=2, pdl=True)
-    yield dict(bm=16, bn=128, br=64, warps=4, pdl=True)
+    yield {"bm": 16, "bn": 64, "br": 16, "warps": 4, "pdl": False}
+    yield {"bm": 16, "bn": 64, "br": 16, "warps": 4, "pdl": True}
+    yield {"bm": 16, "bn": 128, "br": 16, "warps": 4, "pdl": True}
+    yield {"bm": 16, "bn": 32, "br": 16, "warps": 2, "pdl": True}
+    yield {"bm": 16, "bn": 128, "br": 64, "warps": 4, "pdl": True}
 
 
 def cells() -> Iterator[DenseCell]:
@@ -95,7 +95,9 @@ def compile_share(index: int, total: int) -> None:
     for form, cell, groups, choice in jobs[index::total]:
         try:
             if form == "fused":
-                launch = FusedDecode(cell.K, cell.widths, cell.max_rank, groups, cell.tokens, choice, device)
+                launch = FusedDecode(
+                    cell.K, cell.widths, cell.max_rank, groups, cell.tokens, choice, device
+                )
                 fused_kernel.warmup(t, t, t, t, i, f, i, i, f, f, i, t, cell.tokens, cell.max_rank,
                                     grid=(1,), **launch.constants)  # fmt: skip
             else:
@@ -107,7 +109,15 @@ def compile_share(index: int, total: int) -> None:
                                    BR=choice["br"], PDL=choice["pdl"], num_warps=choice["warps"],
                                    launch_pdl=choice["pdl"], grid=(1,))  # fmt: skip
         except Exception as error:  # noqa: BLE001 - a variant that does not compile is reported when timed
-            print("compile", form, cell.site, cell.tokens, choice, type(error).__name__, str(error)[:200])
+            print(
+                "compile",
+                form,
+                cell.site,
+                cell.tokens,
+                choice,
+                type(error).__name__,
+                str(error)[:200],
+            )
 
 
 def measure(cell: DenseCell) -> dict[str, Any]:
@@ -115,11 +125,15 @@ def measure(cell: DenseCell) -> dict[str, Any]:
     device = torch.device("cuda")
     problem = dense.build(cell, device=device, dtype=torch.bfloat16)
     backend = dense.load_backend("torch", device=device)
-    weights = [dense.fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters)]
+    weights = [
+        dense.fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters)
+    ]
     slots = problem.row_slots.int()
     distinct = sorted(set(slots.tolist()) - {-1})
     bound = min(cell.max_loras, cell.tokens)
-    groups = torch.tensor(distinct + [-1] * (bound - len(distinct)), dtype=torch.int32, device=device)
+    groups = torch.tensor(
+        distinct + [-1] * (bound - len(distinct)), dtype=torch.int32, device=device
+    )
     replays, errors = {BASE: capture(dense.base_step(problem), device)}, {}
 
     def contender(name: str, make: Any) -> None:
@@ -131,7 +145,9 @@ def measure(cell: DenseCell) -> dict[str, Any]:
     def fused(tiles: Tiles) -> Any:
         launch = FusedDecode(cell.K, cell.widths, cell.max_rank, bound, cell.tokens, tiles, device)
         return lambda: [
-            launch(problem.x, base.weight, w.a, w.b.contiguous(), w.ranks, w.scalings, slots, groups)
+            launch(
+                problem.x, base.weight, w.a, w.b.contiguous(), w.ranks, w.scalings, slots, groups
+            )
             for base, w in zip(problem.bases, weights)
         ]
 
@@ -149,9 +165,12 @@ def measure(cell: DenseCell) -> dict[str, Any]:
         contender("wide product only", lambda: lambda: [layer.product(problem.x) for layer in wide])
         timed_only.add("wide product only")
         for choice in wide_choices(cell.tokens):
+
             def make(choice: dict[str, Any] = choice) -> Any:
                 made = [
-                    WideBase(base.weight, w.a, w.b, w.ranks, w.scalings, cell.widths, slots, **choice)
+                    WideBase(
+                        base.weight, w.a, w.b, w.ranks, w.scalings, cell.widths, slots, **choice
+                    )
                     for base, w in zip(problem.bases, weights)
                 ]
                 for one, other in zip(made, wide):

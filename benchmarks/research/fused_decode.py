@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN201, ANN202 - Triton's jit reads annotations itself: only constexpr means anything
 """Decode in one launch: base product, shrink and expand of one linear site in one kernel.
 
 `out = x @ W^T + sum over slices of scaling * (x @ A[slot]^T) @ B[slot]^T`, for at most 64 rows.
@@ -82,7 +83,9 @@ def fused_decode(
                 a_rows = a_ptr + ((slot.to(tl.int64) * SLICES + s) * R + r) * K + k_begin
                 acc = tl.zeros((BR, BM), tl.float32)
                 for k0 in tl.range(0, K // H_SPLIT, BKH, num_stages=H_STAGES):
-                    a = tl.load(a_rows[:, None] + (k0 + kk)[None, :], mask=(r < rank)[:, None], other=0.0)
+                    a = tl.load(
+                        a_rows[:, None] + (k0 + kk)[None, :], mask=(r < rank)[:, None], other=0.0
+                    )
                     x = tl.load(x_ptr + rows[:, None] * K + (k_begin + k0 + kk)[None, :])
                     acc = tl.dot(a, tl.trans(x), acc)
                 h = h_ptr + ((part * SLICES + s) * BM + i)[None, :] * R + r[:, None]
@@ -169,7 +172,7 @@ class FusedDecode:
     """Launches `fused_decode` for one site geometry and at most `max_rows` rows."""
 
     def __init__(self, k: int, widths: tuple[int, ...], max_rank: int, groups: int, max_rows: int,
-                 tiles: Tiles, device: torch.device):  # fmt: skip
+                 tiles: Tiles, device: torch.device) -> None:  # fmt: skip
         n, slices = sum(widths), len(widths)
         bm = max(16, triton.next_power_of_2(max_rows))
         if slices > 3 or any(w % tiles.BN for w in widths) or k % (tiles.BK * tiles.SPLIT):
@@ -177,12 +180,12 @@ class FusedDecode:
         if k % (tiles.H_SPLIT * tiles.BKH):
             raise ValueError(f"{k=} does not fit {tiles}")
         ends = [*(sum(widths[: i + 1]) for i in range(slices - 1)), n, n][:2]
-        self.constants = dict(
-            K=k, N=n, SLICES=slices, FIRST_END=ends[0], SECOND_END=ends[1], GROUPS=groups, BM=bm,
-            H_SPLIT=tiles.H_SPLIT, SPLIT=tiles.SPLIT, BN=tiles.BN, BK=tiles.BK, BR=tiles.BR,
-            BKH=tiles.BKH, STAGES=tiles.STAGES, H_STAGES=tiles.H_STAGES, PDL=tiles.PDL,
-            num_warps=tiles.warps, launch_pdl=tiles.PDL,
-        )  # fmt: skip
+        self.constants = {
+            "K": k, "N": n, "SLICES": slices, "FIRST_END": ends[0], "SECOND_END": ends[1], "GROUPS": groups, "BM": bm,
+            "H_SPLIT": tiles.H_SPLIT, "SPLIT": tiles.SPLIT, "BN": tiles.BN, "BK": tiles.BK, "BR": tiles.BR,
+            "BKH": tiles.BKH, "STAGES": tiles.STAGES, "H_STAGES": tiles.H_STAGES, "PDL": tiles.PDL,
+            "num_warps": tiles.warps, "launch_pdl": tiles.PDL,
+        }  # fmt: skip
         self.grid = (groups * slices * tiles.H_SPLIT + n // tiles.BN * tiles.SPLIT,)
         self.max_rank = max_rank
         self.h = torch.empty(tiles.H_SPLIT * slices * bm * max_rank, device=device)

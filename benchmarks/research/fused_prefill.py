@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN201 - Triton's jit reads annotations itself: only constexpr means anything
 """Prefill with y touched once: each row tile of the base product adds its own adapters' expand.
 
 A shrink kernel writes h first. The product is persistent, fed by tensor descriptors; before a tile is
@@ -142,7 +143,9 @@ class Tiles:
     BR: int = 16
 
 
-def segments_of(seq_lens: list[int], slots: list[int], bm: int, device: torch.device) -> dict[str, Tensor]:
+def segments_of(
+    seq_lens: list[int], slots: list[int], bm: int, device: torch.device
+) -> dict[str, Tensor]:
     """The tables of both kernels: segments, those that overlap each row tile, and row blocks."""
     begins, ends, owners, at = [], [], [], 0
     for length, slot in zip(seq_lens, slots, strict=True):
@@ -156,7 +159,7 @@ def segments_of(seq_lens: list[int], slots: list[int], bm: int, device: torch.de
         over = [i for i, (b, e) in enumerate(zip(begins, ends)) if b < m + bm and e > m]
         first.append(over[0] if over else 0)
         last.append(over[-1] + 1 if over else 0)
-    named = dict(slot=owners, begin=begins, end=ends, first=first, last=last)
+    named = {"slot": owners, "begin": begins, "end": ends, "first": first, "last": last}
     return {k: torch.tensor(v, dtype=torch.int32, device=device) for k, v in named.items()}
 
 
@@ -175,7 +178,7 @@ class Product:
 
     def __init__(self, x: Tensor, w: Tensor, h: Tensor, b: Tensor, ranks: Tensor, scalings: Tensor,
                  widths: tuple[int, ...], tables: dict[str, Tensor], tiles: Tiles, *, lora: bool = True,
-                 blocks: int = 132):  # fmt: skip
+                 blocks: int = 132) -> None:  # fmt: skip
         n, slices = w.shape[0], len(widths)
         ends = [*(sum(widths[: i + 1]) for i in range(slices - 1)), n, n][:2]
         t = tiles
@@ -185,14 +188,16 @@ class Product:
         self.store = [t.BM, t.BN // 2 if t.HALVES else t.BN]
         self.rest = (h, b, ranks, scalings, tables["first"], tables["last"], tables["slot"],
                      tables["begin"], tables["end"], x.shape[0], b.shape[2])  # fmt: skip
-        self.constants = dict(N=n, K=x.shape[1], SLICES=slices, FIRST_END=ends[0], SECOND_END=ends[1],
-                              BM=t.BM, BN=t.BN, BK=t.BK, BR=t.BR, GROUP=t.GROUP, BLOCKS=blocks,
-                              HALVES=t.HALVES, LORA=lora, FLATTEN=t.FLATTEN, num_warps=t.warps,
-                              num_stages=t.STAGES)  # fmt: skip
+        self.constants = {"N": n, "K": x.shape[1], "SLICES": slices, "FIRST_END": ends[0], "SECOND_END": ends[1],
+                              "BM": t.BM, "BN": t.BN, "BK": t.BK, "BR": t.BR, "GROUP": t.GROUP, "BLOCKS": blocks,
+                              "HALVES": t.HALVES, "LORA": lora, "FLATTEN": t.FLATTEN, "num_warps": t.warps,
+                              "num_stages": t.STAGES}  # fmt: skip
         self.blocks = blocks
 
     def __call__(self) -> Tensor:
         y = self.x.new_empty(self.x.shape[0], self.n)
         y_desc = TensorDescriptor.from_tensor(y, self.store)
-        product_with_expand[(self.blocks,)](self.x_desc, self.w_desc, y_desc, *self.rest, **self.constants)
+        product_with_expand[(self.blocks,)](
+            self.x_desc, self.w_desc, y_desc, *self.rest, **self.constants
+        )
         return y

@@ -45,9 +45,13 @@ def measure(point: tuple[Any, ...], seconds: float) -> dict[str, Any]:
     device = torch.device("cuda")
     problem = dense.build(cell, device=device, dtype=torch.bfloat16, layers=LAYERS)
     backend = dense.load_backend("torch", device=device)
-    weights = [dense.fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters)]
+    weights = [
+        dense.fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters)
+    ]
     weights = [type(w)(w.a, w.b.contiguous(), w.ranks, w.scalings, w.layout) for w in weights]
-    h = torch.full((tokens, len(widths), cell.max_rank), float("nan"), device=device, dtype=torch.bfloat16)
+    h = torch.full(
+        (tokens, len(widths), cell.max_rank), float("nan"), device=device, dtype=torch.bfloat16
+    )
     replays, errors, untested = {BASE: capture(dense.base_step(problem), device)}, {}, set()
 
     def contender(name: str, make: Any) -> None:
@@ -57,7 +61,12 @@ def measure(point: tuple[Any, ...], seconds: float) -> dict[str, Any]:
             errors[name] = f"{type(error).__name__}: {str(error)[:160]}"
 
     best: dict[str, Any] = {}
-    for bm, bk, stages, warps in ((64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 4), (64, 64, 6, 8)):
+    for bm, bk, stages, warps in (
+        (64, 128, 4, 4),
+        (32, 256, 4, 4),
+        (16, 256, 4, 4),
+        (64, 64, 6, 8),
+    ):
         rows = segments_of(cell.seq_lens, cell.slots, bm, device)
         table = _row_blocks(rows, bm, device)
 
@@ -74,6 +83,7 @@ def measure(point: tuple[Any, ...], seconds: float) -> dict[str, Any]:
     for tiles in tiles_of(site, tokens):
         tables = segments_of(cell.seq_lens, cell.slots, tiles.BM, device)
         for lora in (False, True):
+
             def make(tiles: Tiles = tiles, tables: Any = tables, lora: bool = lora) -> Any:
                 table, bm, bk, stages, warps = best["shrink bm64 bk128 st4 w4"]
                 made = [Product(problem.x, base.weight, h, w.b, w.ranks, w.scalings, widths, tables, tiles,
@@ -83,7 +93,17 @@ def measure(point: tuple[Any, ...], seconds: float) -> dict[str, Any]:
                     out = []
                     for product, w in zip(made, weights):
                         if lora:
-                            shrink(problem.x, w.a, w.ranks, table, h, bm=bm, bk=bk, stages=stages, warps=warps)
+                            shrink(
+                                problem.x,
+                                w.a,
+                                w.ranks,
+                                table,
+                                h,
+                                bm=bm,
+                                bk=bk,
+                                stages=stages,
+                                warps=warps,
+                            )
                         out.append(product())
                     return out
 
@@ -98,8 +118,12 @@ def measure(point: tuple[Any, ...], seconds: float) -> dict[str, Any]:
     names = [n for n in replays if n == BASE or n in fine or n in untested]
     paired = paired_rounds(timer(replays, device), names, layers=LAYERS, enough=lambda p: True,
                            min_rounds=11, seconds=seconds)  # fmt: skip
-    for samples, base in ((paired.added[n], paired.base) for n in paired.added if n.startswith("shrink")):
-        samples[:] = [s + b for s, b in zip(samples, base, strict=True)]  # alone, not on top of the base
+    for samples, base in (
+        (paired.added[n], paired.base) for n in paired.added if n.startswith("shrink")
+    ):
+        samples[:] = [
+            s + b for s, b in zip(samples, base, strict=True)
+        ]  # alone, not on top of the base
     estimates = paired.estimates()
     order = sorted(estimates, key=lambda n: estimates[n].median)
     base_us = sorted(paired.base)[paired.rounds // 2]
@@ -113,7 +137,9 @@ def measure(point: tuple[Any, ...], seconds: float) -> dict[str, Any]:
             "forms": {n: [estimates[n].median, estimates[n].low, estimates[n].high] for n in order}}  # fmt: skip
 
 
-def _row_blocks(tables: dict[str, torch.Tensor], bm: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _row_blocks(
+    tables: dict[str, torch.Tensor], bm: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     slots, begins, ends = [], [], []
     for slot, begin, end in zip(*(tables[k].tolist() for k in ("slot", "begin", "end"))):
         for at in range(begin, end, bm):

@@ -1,3 +1,4 @@
+# ruff: noqa: ANN001, ANN201 - Triton's jit reads annotations itself: only constexpr means anything
 """Wide base: the shrink as spare rows of the base weight, then one expand kernel.
 
 `W_ext = [W; A]` with A as `[S * SLICES * R, K]`: one library product gives `[y | h]` of every slot.
@@ -88,7 +89,7 @@ class WideBase:
 
     def __init__(self, w: Tensor, a: Tensor, b: Tensor, ranks: Tensor, scalings: Tensor,
                  widths: tuple[int, ...], row_slots: Tensor, *, bm: int = 16, bn: int = 64,
-                 br: int = 16, warps: int = 4, pdl: bool = False):  # fmt: skip
+                 br: int = 16, warps: int = 4, pdl: bool = False) -> None:  # fmt: skip
         n, slices = w.shape[0], len(widths)
         self.weight = torch.cat([w, a.reshape(-1, w.shape[1])])
         self.b, self.ranks, self.scalings = b, ranks, scalings
@@ -96,8 +97,8 @@ class WideBase:
         ends = [*(sum(widths[: i + 1]) for i in range(slices - 1)), n, n][:2]
         self.n, self.max_rank = n, a.shape[2]
         self.grid = (n // bn, len(self.blocks[1]))
-        self.constants = dict(N=n, ROW=self.weight.shape[0], SLICES=slices, FIRST_END=ends[0],
-                              SECOND_END=ends[1], BM=bm, BN=bn, BR=br, PDL=pdl, num_warps=warps)  # fmt: skip
+        self.constants = {"N": n, "ROW": self.weight.shape[0], "SLICES": slices, "FIRST_END": ends[0],
+                              "SECOND_END": ends[1], "BM": bm, "BN": bn, "BR": br, "PDL": pdl, "num_warps": warps}  # fmt: skip
         if torch.version.cuda is not None:
             self.constants["launch_pdl"] = pdl
 
