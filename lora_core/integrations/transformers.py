@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lora_core.backend import LoRABackend
+from lora_core.capabilities import Mode
 from lora_core.errors import (
     AdapterNotFoundError,
     AttachError,
+    BatchMismatchError,
     InvalidBatchError,
     NoBatchPreparedError,
+    NoFreeSlotError,
     UnsupportedOpError,
 )
 from lora_core.layers.base import ForwardGate, LoRALayer
 from lora_core.layers.embedding import LoRAEmbedding
-from lora_core.layers.linear import LoRALinear, linear_features
+from lora_core.layers.linear import LoRALinear, OpaqueLinear, linear_features, view_linear
 from lora_core.layers.lm_head import LoRALMHead
 from lora_core.manager import LoRAManager, LoRARequest
 from lora_core.plugins import load_backend
@@ -43,7 +46,11 @@ _PACKED: Final = {
 }
 """Modules that pack several projections, and the names adapters know those by."""
 
-_CONTINUOUS: Final = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+_CONTINUOUS: Final = (
+    "generate_batch",
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+)
 
 
 def attach(
@@ -101,10 +108,11 @@ def attach(
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo `attach`: the model gets back the very same module objects it had.
+    """Undo `attach`: the model gets back the very module objects it had, and its manager is closed.
 
     Raises:
         AttachError: the model is not attached.
+        AdapterInUseError: it is generating, or someone holds an adapter.
     """
     attachment = vars(model).get(_ATTRIBUTE)
     if attachment is None:
@@ -120,14 +128,21 @@ def _check_model(model: PreTrainedModel) -> None:
     if _ATTRIBUTE in vars(model):
         raise AttachError(f"{kind} is attached already: use its manager, or detach(model) first")
     for name, module in model.named_modules():
-        if isinstance(module, LoRALayer) or hasattr(module, "lora_A") or hasattr(module, "lora_embedding_A"):
+        if (
+            isinstance(module, LoRALayer)
+            or hasattr(module, "lora_A")
+            or hasattr(module, "lora_embedding_A")
+        ):
             raise AttachError(
                 f"{kind} has adapter layers of its own already, such as {name!r}: attach to the base model "
                 "and load the adapter's folder with manager.load_adapter"
             )
     if model.config.is_encoder_decoder:
         raise UnsupportedOpError(
-            backend="transformers integration", op="attach", limit="decoder-only models", value=f"{kind}, an encoder-decoder"
+            backend="transformers integration",
+            op="attach",
+            limit="decoder-only models",
+            value=f"{kind}, an encoder-decoder",
         )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(p.device) for p in model.parameters() if p.device.type != "meta"}
@@ -141,49 +156,55 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _device(model: nn.Module) -> torch.device:
     """Where the model computes: where its hooks move it, else where it is."""
-    for module in model.modules():
-        place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if place is not None:
-            device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-            break
-    else:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    hooks = (vars(module).get("_hf_hook") for module in model.modules())
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    place: Any = next((place for place in places if place is not None), None)
+    if place is None:
+        place = next((parameter.device for parameter in model.parameters()), "cpu")
+    return torch.empty(0, device=place).device  # with its index
 
 
 def _wrap_modules(model: PreTrainedModel, gate: ForwardGate) -> dict[nn.Module, LoRALayer]:
     """A layer for every module that adapters can change, by the module it wraps."""
-    decoder = model
-    if model.config.get_text_config() is not model.config:  # other modalities have rows of their own
-        decoder = model.get_decoder() or model
-    inside = set(decoder.modules())
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    whole: Any = model  # the accessors below have no types
+    text_only = model.config.get_text_config() is model.config
+    decoder = whole if text_only else whole.get_decoder()  # other modalities have rows of their own
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    eligible = {*decoder.modules(), embedding, head}
     layers: dict[nn.Module, LoRALayer] = {}
-    closed: list[str] = []  # below these nothing is wrapped
+    closed: list[str] = []  # nothing is wrapped below these
     for name, module in model.named_modules():
-        if not name or any(name.startswith(prefix) for prefix in closed):
+        if not name or name.startswith(tuple(closed)):
             continue
-        layer = None
-        if module is head or module is embedding or module in inside:
-            layer = _wrap_module(name, module, model, gate, is_head=module is head, is_input=module is embedding)
-        if layer is not None:
-            layers[module] = layer
-        if layer is not None or isinstance(module, nn.MultiheadAttention) or name.endswith("experts"):
+        if isinstance(module, nn.MultiheadAttention) or name.endswith("experts"):
             closed.append(f"{name}.")
+        elif module in eligible:
+            layer = _wrap_module(
+                name, module, model, gate, is_head=module is head, is_input=module is embedding
+            )
+            if layer is not None:
+                layers[module] = layer
+                closed.append(f"{name}.")
     if not layers:
         raise AttachError(f"{type(model).__name__} has no linear or embedding module to wrap")
     return layers
 
 
 def _wrap_module(
-    name: str, module: nn.Module, model: PreTrainedModel, gate: ForwardGate, *, is_head: bool, is_input: bool
+    name: str,
+    module: nn.Module,
+    model: PreTrainedModel,
+    gate: ForwardGate,
+    *,
+    is_head: bool,
+    is_input: bool,
 ) -> LoRALayer | None:
     """The layer for one module, or None if adapters do not apply to it."""
     if is_input and isinstance(module, nn.Embedding):
         layout = SliceLayout((module.embedding_dim,))
-        return LoRAEmbedding(module, Site(name, "embedding", module.num_embeddings, layout, (name,)), gate)
+        return LoRAEmbedding(
+            module, Site(name, "embedding", module.num_embeddings, layout, (name,)), gate
+        )
     features = linear_features(module)
     if features is None:
         return None
@@ -198,8 +219,7 @@ def _wrap_module(
 
 def _opaque_dtype(module: nn.Module, model: PreTrainedModel) -> torch.dtype | None:
     """What a module without a plain weight computes in; None: as its weight says."""
-    weight = module._parameters.get("weight")
-    return None if weight is not None and weight.is_floating_point() and weight.element_size() > 1 else model.dtype
+    return model.dtype if isinstance(view_linear(module), OpaqueLinear) else None
 
 
 def _slices(name: str, out_features: int, config: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -273,6 +293,7 @@ class _Attachment:
         setattr(self.model, _ATTRIBUTE, self)
 
     def remove(self) -> None:
+        self.manager.close()
         for layer, hook in self._hooks.items():
             vars(layer.base_layer).update(hook)
         _replace_modules(self.model, {layer: module for module, layer in self.layers.items()})
@@ -284,7 +305,9 @@ class _Attachment:
         del own[_ATTRIBUTE]
         own.pop("_compiled_call", None)  # compiled over the wrapped modules
 
-    def _override(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _override(
+        self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         """Put a method of its own on this instance; its class stays as it is."""
         original = getattr(self.model, name)
         self._originals[name] = vars(self.model).get(name, _OMITTED)
@@ -324,12 +347,7 @@ class _Attachment:
         def refuse(*args: Any, adapter_names: Any = None, **kwargs: Any) -> Any:
             gate = self.manager.gate
             if adapter_names is not None or (gate.adapters_loaded and not gate.base_allowed):
-                raise UnsupportedOpError(
-                    backend="transformers integration",
-                    op=f"continuous batching ({original.__name__})",
-                    limit="generate with one row per prompt",
-                    value=f"{gate.adapters_loaded} loaded adapters",
-                )
+                raise _continuous_batching(self.manager)
             return original(*args, **kwargs)
 
         return refuse
@@ -344,7 +362,7 @@ class _Attachment:
                 with self.manager.base_only():
                     return original(*args, **kwargs)
             if kwargs.get("cache_implementation") == "paged":
-                self._wrap_continuous(self.model.generate_batch)(adapter_names=adapter_names)
+                raise _continuous_batching(self.manager)
             names = self._names(adapter_names, _prompts(args, kwargs))
             with ExitStack() as held:
                 for name in {name for name in names if name is not None}:
@@ -356,10 +374,14 @@ class _Attachment:
         return generate
 
     @contextmanager
-    def _prepared(self, args: Sequence[Any], kwargs: dict[str, Any], adapter_names: Any) -> Iterator[None]:
+    def _prepared(
+        self, args: Sequence[Any], kwargs: dict[str, Any], adapter_names: Any
+    ) -> Iterator[None]:
         """The batch of one forward, prepared around it."""
         if adapter_names is _OMITTED and (self._inside or self._generation is None):
             self._require_intended("forward")
+            if not self._inside:
+                self._require_fit(args, kwargs)
             yield
             return
         if adapter_names is not _OMITTED:
@@ -376,7 +398,7 @@ class _Attachment:
         assert generation is not None
         kept = self._kept(kwargs, length)
         logits = () if kept is None else ([kept] * batch,)
-        mode = "decode" if length == 1 else "prefill"
+        mode: Mode = "decode" if length == 1 else "prefill"
         self._inside = True
         try:
             with self.manager.batch(generation.requests(batch, length), mode=mode, logits=logits):
@@ -397,14 +419,27 @@ class _Attachment:
                 f"adapter_names has {len(adapter_names)} entries for a batch of {rows} rows: give one per row, "
                 "None for the base model"
             )
+        strange = [name for name in adapter_names if not (name is None or isinstance(name, str))]
+        if strange:
+            raise InvalidBatchError(
+                f"adapter_names has {strange[0]!r}: each row has one adapter, by name, or None for the base model"
+            )
         names = [None if name == BASE_NAME else name for name in adapter_names]
-        loaded = self.manager.adapters()
-        for name in names:
-            if name is not None and name not in loaded:
-                raise AdapterNotFoundError(
-                    f"adapter_names asks for {name!r}, which is not loaded; loaded: {', '.join(loaded) or 'none'}. "
-                    "Use manager.load_adapter first."
-                )
+        wanted, loaded = {name for name in names if name is not None}, self.manager.adapters()
+        unknown = [name for name in wanted if name not in loaded]
+        if unknown:
+            raise AdapterNotFoundError(
+                f"adapter_names asks for {unknown[0]!r}, which is not loaded; loaded are "
+                f"{', '.join(map(repr, loaded)) or 'none'}. Use manager.load_adapter first."
+            )
+        if len(wanted) > self.manager.max_loras:
+            raise NoFreeSlotError(
+                f"adapter_names asks for {len(wanted)} different adapters, but there are {self.manager.max_loras} "
+                "slots: split the batch, or attach with more max_loras"
+            )
+        for name in wanted:
+            if not loaded[name].resident:  # files are not read while a batch is prepared
+                self.manager.prefetch(name)
         return names
 
     def _kept(self, kwargs: dict[str, Any], length: int) -> int | None:
@@ -428,6 +463,21 @@ class _Attachment:
                 "adapter_names=None for the base model alone."
             )
 
+    def _require_fit(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A batch that the caller prepared covers exactly the rows of this forward.
+
+        Rows past an eager batch would count as padding, and quietly run on the base model.
+        """
+        info = self.manager.gate.backend.batch_info
+        if info is None or info.graph is not None:
+            return
+        batch, length = _input_shape(args, kwargs)
+        if batch * length != info.num_tokens:
+            raise BatchMismatchError(
+                f"{type(self.model).__name__}.forward got {batch} x {length} tokens, but the prepared batch has "
+                f"{info.num_tokens}. Prepare the batch that belongs to this input."
+            )
+
     def _refuse_nesting(self) -> None:
         if self.manager.gate.backend.batch_info is not None or self._generation is not None:
             raise InvalidBatchError(
@@ -436,9 +486,23 @@ class _Attachment:
             )
 
 
+def _continuous_batching(manager: LoRAManager) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        backend="transformers integration",
+        op="continuous batching",
+        limit="generate, with one row per prompt",
+        value=f"{manager.gate.adapters_loaded} loaded adapters",
+    )
+
+
 def _prompts(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Rows that `generate` starts from."""
-    given = (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    given = (
+        args[0] if args else None,
+        kwargs.get("inputs"),
+        kwargs.get("input_ids"),
+        kwargs.get("inputs_embeds"),
+    )
     return next((len(tensor) for tensor in given if isinstance(tensor, Tensor)), 1)
 
 
@@ -447,18 +511,18 @@ def _input_shape(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]
     for tensor in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), args[0] if args else None):
         if isinstance(tensor, Tensor) and tensor.dim() >= 2:
             return tensor.shape[0], tensor.shape[1]
-    raise InvalidBatchError("adapter_names needs input_ids or inputs_embeds of shape [rows, tokens, ...]")
+    raise InvalidBatchError("adapters need input_ids or inputs_embeds of shape [rows, tokens, ...]")
 
 
 # -- modules and hooks -----------------------------------------------------------------------------------
 
 
-def _replace_modules(model: nn.Module, replacements: dict[Any, nn.Module]) -> None:
+def _replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     """Put each replacement wherever its module is, shared places included, in the same order."""
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child in replacements:
-                parent._modules[name] = replacements[child]
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if module in replacements:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, replacements[module])
 
 
 def _lend_hook(module: nn.Module, layer: LoRALayer) -> dict[str, Any]:
@@ -470,7 +534,9 @@ def _lend_hook(module: nn.Module, layer: LoRALayer) -> dict[str, Any]:
     own = vars(module)
     if "_hf_hook" not in own:
         return {}
-    taken = {name: own.pop(name) for name in ("_hf_hook", "_old_forward", "forward") if name in own}
+    taken: dict[str, Any] = {
+        name: own.pop(name) for name in ("_hf_hook", "_old_forward", "forward") if name in own
+    }
     hook, plain = taken["_hf_hook"], layer.forward
 
     @functools.wraps(plain)

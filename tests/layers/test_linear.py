@@ -159,7 +159,7 @@ def test_empty_input_needs_no_batch():
 def test_fewer_rows_than_prepared_is_an_error():
     layer = make_layer()
     prepare(layer.gate, [4], [0])
-    with pytest.raises(BatchMismatchError, match="3 rows.*4"):
+    with pytest.raises(BatchMismatchError, match=r"3 rows.*4"):
         layer(torch.randn(3, K))
 
 

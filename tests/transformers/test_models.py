@@ -24,7 +24,11 @@ def test_logits_of_a_mixed_batch(attached, name):
             alone = bench.references[adapter](**inputs).logits
             kept = inputs["attention_mask"][rows].bool()  # what padding answers means nothing
             torch.testing.assert_close(
-                mixed[rows][kept], alone[rows][kept], rtol=1e-4, atol=1e-4, msg=lambda m, a=adapter: f"{a}: {m}"
+                mixed[rows][kept],
+                alone[rows][kept],
+                rtol=1e-4,
+                atol=1e-4,
+                msg=lambda m, a=adapter: f"{a}: {m}",
             )
 
 
@@ -55,7 +59,11 @@ def test_greedy_tokens_of_a_mixed_batch(attached, name, cache):
         rows = [i for i, other in enumerate(names) if other == adapter]
         alone = bench.references[adapter].generate(**inputs, **options)
         assert mixed[rows].tolist() == alone[rows].tolist(), adapter
-        base = bench.references[None].generate(**inputs, **options) if adapter and cache == "dynamic" else alone
+        base = (
+            bench.references[None].generate(**inputs, **options)
+            if adapter and cache == "dynamic"
+            else alone
+        )
         differing += alone[rows].tolist() != base[rows].tolist()
     if cache == "dynamic":
         assert differing == len(recipes(name))  # every adapter answers otherwise than the base

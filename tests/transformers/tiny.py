@@ -78,8 +78,17 @@ def recipes(name: str) -> dict[str, dict]:
     attention, mlp = list(family.attention), family.mlp
     found = {
         "attention": {"r": 4, "target_modules": attention},
-        "all-rslora": {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": "all-linear"},
-        "embedding-head": {"r": 3, "lora_alpha": 6, "target_modules": [family.embedding, "lm_head", mlp]},
+        "all-rslora": {
+            "r": 8,
+            "lora_alpha": 16,
+            "use_rslora": True,
+            "target_modules": "all-linear",
+        },
+        "embedding-head": {
+            "r": 3,
+            "lora_alpha": 6,
+            "target_modules": [family.embedding, "lm_head", mlp],
+        },
         "dora": {"r": 4, "use_dora": True, "target_modules": [*attention, mlp]},
         "patterns": {
             "r": 2,
