@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -49,7 +50,9 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
     contract: ClassVar[str] = "1.0"
     capabilities: ClassVar[Capabilities] = Capabilities(
         ops=frozenset({Op.LINEAR, Op.EMBEDDING, Op.LM_HEAD, Op.SCALES}),
-        dtypes=frozenset({"float32", "float16"} if INTERPRETED else {"float32", "float16", "bfloat16"}),
+        dtypes=frozenset(
+            {"float32", "float16"} if INTERPRETED else {"float32", "float16", "bfloat16"}
+        ),
         device_types=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
         graphs=frozenset({"decode", "prefill", "verify"}),
         batch_invariant=True,
@@ -62,7 +65,9 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         self, *, device: torch.device | str | None = None, config: BackendConfig | None = None
     ) -> None:
         super().__init__(device=device, config=config)
-        self.workspace.sync["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
+        self.workspace.sync["arrived"] = torch.zeros(
+            _COUNTERS, dtype=torch.int32, device=self.device
+        )
 
     @classmethod
     def unavailable_reason(cls, device: torch.device | None = None) -> str | None:
@@ -73,9 +78,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
 
     # -- batch state -----------------------------------------------------------------------------
 
-    def prepare_batch(
-        self, batch: LoRABatch, *, graph: GraphKind | None = None
-    ) -> TritonBatchInfo:
+    def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> TritonBatchInfo:
         self.reset_batch_state()
         requests = len(batch.lengths)
         slots = np.array(batch.slots, np.int32)
@@ -120,7 +123,9 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         entry.send(meta)
         static = None
         if graph is not None:
-            static = RequestTable(meta[: room_requests + 1], meta[slots_at : slots_at + room_requests])
+            static = RequestTable(
+                meta[: room_requests + 1], meta[slots_at : slots_at + room_requests]
+            )
         self.batch_info = TritonBatchInfo(
             num_tokens=tokens,
             mode=batch.mode,
@@ -263,10 +268,29 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
     ) -> Tensor:
         self._require_work(op, x.shape[0], info, work, weights)
         self._require_last_contiguous(op, "x", x)
-        out = base(x)
-        if self._launches(info, work, x.shape[0]):
-            self._expand(self._shrink(x, weights, info, work), weights, out, info, work)
+        if not self._launches(info, work, x.shape[0]):
+            return base(x)
+        if not self._overlaps(x):
+            out = base(x)
+            h = self._shrink(x, weights, info, work)
+        else:
+            main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                h = self._shrink(x, weights, info, work)
+            out = base(x)
+            main.wait_stream(side)
+        self._expand(h, weights, out, info, work)
         return out
+
+    @staticmethod
+    def _overlaps(x: Tensor) -> bool:
+        """Whether shrink runs beside the base product: captured only, eager events cost too much."""
+        return (
+            x.is_cuda
+            and x.shape[0] <= tables.OVERLAP_MAX_ROWS
+            and torch.cuda.is_current_stream_capturing()
+        )
 
     def _shrink(
         self, x: Tensor, weights: LoRAWeights, info: TritonBatchInfo, work: WorkList
@@ -290,9 +314,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         """Whether there is anything to launch: in a graph always, a replay may bring adapters."""
         return rows > 0 and (info.graph is not None or work.num_tiles > 0)
 
-    def _tiles(
-        self, info: TritonBatchInfo, work: WorkList, rows: int, weights: LoRAWeights
-    ) -> int:
+    def _tiles(self, info: TritonBatchInfo, work: WorkList, rows: int, weights: LoRAWeights) -> int:
         """Row tiles to launch: eager the filled ones, in a graph as many as a replay could fill."""
         if info.graph is None:
             return work.num_tiles
@@ -329,6 +351,12 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 f"backend 'triton': {op} got {what} of strides {tensor.stride()}: its last dimension "
                 "must be contiguous"
             )
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that captured graphs fork to; always joined again within one op."""
+    return torch.cuda.Stream(device)
 
 
 def _slots_at(max_requests: int) -> int:

@@ -52,6 +52,7 @@ def expand_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BR: tl.constexpr,
+    OVERTAKES: tl.constexpr,  # may start before the kernel before it has finished
 ):
     p_block, p_tile = tl.program_id(0), tl.program_id(1)
     p_meta = meta + tiles_at + (p_tile // SUBTILES) * 4
@@ -82,28 +83,38 @@ def expand_kernel(
     m_m = o_m < count
     if GATHERED:
         o_row = tl.load(meta + rows_at + first + o_m, mask=m_m, other=0).to(tl.int64)
-        scale = tl.load(meta + scales_at + first + o_m, mask=m_m, other=0).to(tl.float32, bitcast=True)
+        scale = tl.load(meta + scales_at + first + o_m, mask=m_m, other=0).to(
+            tl.float32, bitcast=True
+        )
         b_factor = (scale * scaling)[:, None]
     else:
         o_row = (first + o_m).to(tl.int64)
         b_factor = tl.load(p_meta + 3).to(tl.float32, bitcast=True) * scaling
     o_n = column + tl.arange(0, BN)
     m_n = o_n < end
-    p_out = out + o_row[:, None] * out_row + o_n[None, :]  # [BM, BN]
+    m_n = o_n < end
     m_out = m_m[:, None] & m_n[None, :]
-    b_out = tl.load(p_out, mask=m_out, other=0.0)
-
+    p_out = out + o_row[:, None] * out_row + o_n[None, :]  # [BM, BN]
     o_r = tl.arange(0, BR)
+    p_b = (
+        b
+        + slot.to(tl.int64) * b_slot
+        + o_n.to(tl.int64)[None, :] * b_column
+        + o_r[:, None] * b_rank
+    )  # [BR, BN]
+    b_b = tl.load(p_b, mask=(o_r < rank)[:, None] & m_n[None, :], other=0.0)
+    if OVERTAKES:  # until here nothing was read that the kernel before this one writes
+        tl.extra.cuda.gdc_wait()
     if EMBEDDING:
         o_id = tl.load(ids + o_row, mask=m_m, other=0).to(tl.int64)
         p_h = h + slot.to(tl.int64) * h_slice + o_id[:, None] * h_row + o_r[None, :]  # [BM, BR]
     else:
         p_h = h + o_row[:, None] * h_row + s * h_slice + o_r[None, :]  # [BM, BR]
-    p_b = (
-        b + slot.to(tl.int64) * b_slot + o_n.to(tl.int64)[None, :] * b_column + o_r[:, None] * b_rank
-    )  # [BR, BN]
-    b_delta = tl.zeros((BM, BN), tl.float32)
-    for r in range(0, rank, BR):
+    b_h = tl.load(p_h, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
+    b_out = tl.load(p_out, mask=m_out, other=0.0)
+
+    b_delta = dot(b_h.to(b_b.dtype), b_b, tl.zeros((BM, BN), tl.float32))
+    for r in range(BR, rank, BR):
         m_r = o_r < rank - r
         b_h = tl.load(p_h + r, mask=m_m[:, None] & m_r[None, :], other=0.0)
         b_b = tl.load(p_b + r * b_rank, mask=m_r[:, None] & m_n[None, :], other=0.0)
@@ -143,7 +154,11 @@ def expand(
         (blocks, tiles * (room.tile_rows // tile["BM"]), 1),
         *(out, source, meta, b, weights.ranks, weights.scalings, meta if ids is None else ids),
         *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0)),
-        *((source.stride(1), source.stride(0)) if embedding else (source.stride(0), source.stride(1))),
+        *(
+            (source.stride(1), source.stride(0))
+            if embedding
+            else (source.stride(0), source.stride(1))
+        ),
         *(b.stride(0), b.stride(1), b.stride(2)),
     )
 
@@ -170,6 +185,8 @@ def constexprs(
         "BM": tile["BM"],
         "BN": tile["BN"],
         "BR": tile["BR"],
+        "OVERTAKES": bool(tile["OVERTAKES"]),
+        "launch_pdl": bool(tile["OVERTAKES"]),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

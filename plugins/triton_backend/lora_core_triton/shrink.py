@@ -133,7 +133,7 @@ def shrink_kernel(
                 for i in tl.static_range(8):  # eight loads in flight; past the end adds 0.0
                     b_h += tl.load(
                         p_partial + (start + i) * (BM * BC),
-                        mask=m_h & (start + i < splits),
+                        mask=m_h & (tl.full((1, 1), start + i, tl.int32) < splits),
                         other=0.0,
                         cache_modifier=".cg",  # written by other programs: not from L1
                     )
@@ -169,7 +169,9 @@ def shrink(
     else:
         size = programs * columns * splits * tile["BM"] * tile["BC"]
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    launch = _launch(tile, n, max_rank, room.gathered, room.tile_rows, k % SPLIT == 0, group == splits)
+    launch = _launch(
+        tile, n, max_rank, room.gathered, room.tile_rows, k % SPLIT == 0, group == splits
+    )
     launch(
         (-(-splits // group), columns, programs),
         *(x, meta, a, weights.ranks, h, partial, arrived, room.tiles_at, room.rows_at, k),
@@ -180,13 +182,27 @@ def shrink(
 
 @cache
 def _launch(
-    tile: Tile, n: int, max_rank: int, gathered: bool, tile_rows: int, even_k: bool, sequential: bool
+    tile: Tile,
+    n: int,
+    max_rank: int,
+    gathered: bool,
+    tile_rows: int,
+    even_k: bool,
+    sequential: bool,
 ) -> Launch:
-    return Launch(shrink_kernel, **constexprs(tile, n, max_rank, gathered, tile_rows, even_k, sequential))
+    return Launch(
+        shrink_kernel, **constexprs(tile, n, max_rank, gathered, tile_rows, even_k, sequential)
+    )
 
 
 def constexprs(
-    tile: Tile, n: int, max_rank: int, gathered: bool, tile_rows: int, even_k: bool, sequential: bool
+    tile: Tile,
+    n: int,
+    max_rank: int,
+    gathered: bool,
+    tile_rows: int,
+    even_k: bool,
+    sequential: bool,
 ) -> dict[str, Any]:
     """Everything that is compiled into the kernel, by parameter name."""
     return {
@@ -199,7 +215,7 @@ def constexprs(
         "SPLIT": SPLIT,
         "BM": tile["BM"],
         "BC": tile["BC"],
-        "BK": tile["BK"],
+        "BK": tile["BK"] if even_k else min(tile["BK"], 32),  # element-wise loads need registers
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

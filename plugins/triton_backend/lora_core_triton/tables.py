@@ -15,11 +15,13 @@ GATHERED_MAX_ROWS = 512
 """Eager batches up to here are gathered: rows of one slot are too few to stand side by side."""
 
 
-
 def band(rows: int) -> int:
     """`rows` rounded up to a power of two: the shape name that tables know it by."""
     return 1 << max(rows - 1, 0).bit_length()
 
+
+OVERLAP_MAX_ROWS = 512
+"""In a graph of up to so many rows, shrink runs beside the base product, which leaves the GPU room."""
 
 SHRINK = TileTable(
     "shrink",
@@ -63,17 +65,17 @@ EXPAND = TileTable(
     ["rows", "rank", "bytes"],
     [
         Rule(
-            Tile({"BM": 16, "BN": 64, "BR": 16}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 64, "BR": 16, "OVERTAKES": 0}, num_warps=4, num_stages=2),
             "float32 products are not for tensor cores: small tiles keep them in registers",
             where={"bytes": (4, 4)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 64, "BR": 16}, num_warps=2, num_stages=3),
+            Tile({"BM": 16, "BN": 64, "BR": 16, "OVERTAKES": 0}, num_warps=2, num_stages=3),
             "few rows: many small programs hide the latency of their few loads",
             where={"rows": (1, 512)},
         ),
         Rule(
-            Tile({"BM": 32, "BN": 128, "BR": 16}, num_warps=4, num_stages=3),
+            Tile({"BM": 32, "BN": 128, "BR": 16, "OVERTAKES": 0}, num_warps=4, num_stages=3),
             "bound by reading and writing out",
         ),
     ],
