@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import dense, environment, host, moe, report
+from benchmarks import dense, environment, host, moe, plots, report
 from benchmarks.grid import dense_cells, moe_cells
 from benchmarks.peers import kit_versions, load_kit
 from benchmarks.results import ResultFile, Row, merge
@@ -69,7 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="tables and bars of result files")
     command.add_argument("files", type=Path, nargs="+")
     command.set_defaults(run=lambda o: print(report.tables(o.files)) or 0)
+    command = commands.add_parser("plots", help="pictures of result files")
+    command.add_argument("folder", type=Path)
+    command.add_argument("files", type=Path, nargs="+")
+    command.set_defaults(run=_plots)
     return parser
+
+
+def _plots(options: argparse.Namespace) -> int:
+    for path in plots.write(options.files, options.folder):
+        print(path)
+    return 0
 
 
 def _names(options: argparse.Namespace, listed: Callable[[], list[BackendSpec]]) -> list[str]:

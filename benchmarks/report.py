@@ -10,6 +10,8 @@ from benchmarks.results import Row
 from benchmarks.stats import geometric_mean
 
 NO_CELL_ABOVE = 0.95
+LEAST_RATIO = 0.1
+"""Ours over the best peer counts as no less: some forms add nothing, or less."""
 _PREFILL_ABOVE = 512
 
 
@@ -80,7 +82,7 @@ def ratios(rows: Iterable[Row], backend: str | None = None) -> dict[str, list[tu
         best, ours = best_peer_us(row), row["ours"]
         mine = min(ours.values(), default=None) if backend is None else ours.get(backend)
         if best is not None and mine is not None:
-            found.setdefault(kind(row), []).append((max(mine, 0.01) / best, row))
+            found.setdefault(kind(row), []).append((max(mine / best, LEAST_RATIO), row))
     return found
 
 
