@@ -109,3 +109,75 @@ def tables(files: Iterable[Path]) -> str:
                     "worst " + ", ".join(f"{describe(r)} {ratio:.2f}" for ratio, r in worst)
                 )
     return "\n".join(lines)
+
+
+def markdown(files: Iterable[Path]) -> str:
+    """Every row as a table, the losses included."""
+    parts = ["# Measured cells", ""]
+    for path in files:
+        held = json.loads(path.read_text())
+        rows = held["rows"]
+        versions = ", ".join(f"{name} {version}" for name, version in held["versions"].items())
+        parts += [f"## {path.stem}", "", f"{held['card']}; {versions}.", ""]
+        if rows and "what" in rows[0]:
+            parts += _table(
+                ("what", "requests", "ours, us", "peers, us"),
+                [
+                    (r["what"], r["requests"], _list(r["ours_us"], 0), _list(r["peers_us"], 0))
+                    for r in rows
+                ],
+            )
+        elif rows and "phase" in rows[0]:
+            parts += _table(
+                ("shape", "phase", "batch", "adapters", "backend", "tokens/s", "base", "kept"),
+                [
+                    (
+                        r["shape"], r["phase"], r["batch"], r["adapters"], r["backend"],
+                        f"{r['tokens_per_second']:.0f}", f"{r['base_tokens_per_second']:.0f}",
+                        f"{r['tokens_per_second'] / r['base_tokens_per_second']:.1%}",
+                    )
+                    for r in rows
+                ],
+            )  # fmt: skip
+        elif rows:
+            parts += _table(
+                (
+                    "cell",
+                    "base, us",
+                    "ours, us",
+                    "best peer, us",
+                    "bar",
+                    "limit",
+                    "best of ours / peer",
+                ),
+                [_cells(r) for r in sorted(rows, key=lambda r: (kind(r), describe(r)))],
+            )
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    best, bar, ours = best_peer_us(row), bar_us(row), row["ours"]
+    peer = min(row["peers"].items(), key=lambda item: item[1]) if row["peers"] else None
+    ratio = f"{min(ours.values()) / best:.2f}" if ours and best else ""
+    mark = "" if row.get("counts", True) else " (wide interval)"
+    return (
+        describe(row) + mark,
+        "" if row.get("base_us") is None else f"{row['base_us']:.1f}",
+        _list(ours, 1),
+        "" if peer is None else f"{peer[0]} {peer[1]:.1f}",
+        "" if bar is None else f"{bar:.1f}",
+        f"{row['limit_us']:.1f}",
+        ratio,
+    )
+
+
+def _list(times: dict[str, float], digits: int) -> str:
+    return ", ".join(
+        f"{n} {us:.{digits}f}" for n, us in sorted(times.items(), key=lambda item: item[1])
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> list[str]:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
