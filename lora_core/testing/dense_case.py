@@ -395,6 +395,23 @@ class Problem:
         expected = self.expected_linear(lengths, live)
         assert_close(result[: sum(lengths)], expected, self.plain_linear(live, lengths), what, self.where(lengths))
 
+    def assert_embedding(self, result: Tensor, what: str = "embedding") -> None:
+        """The live rows of an embedding are within plain torch's error of the float64 ones."""
+        case, weights, table = self.case, self.weights, self.base.weight
+        assert table is not None
+        ids = self.x[: case.tokens]
+        expected = oracle.embedding(ids, table, weights, case.lengths, case.slots, case.scales)
+        h = torch.full((case.tokens, 1, case.R), torch.nan, device=self.device)
+        start = table[ids]
+        begin = 0
+        for length, slot in zip(case.lengths, case.slots, strict=True):
+            rows, begin = slice(begin, begin + length), begin + length
+            if slot != NO_LORA:
+                h[rows, 0] = weights.a[slot][ids[rows]].float()
+                if slot in weights.full:
+                    start[rows] = weights.full[slot][ids[rows]]
+        assert_close(result[: case.tokens], expected, self.plain_expand(h, start), what, self.where())
+
     def plain_linear(self, x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """What plain torch gives in the case's dtype, over a few orders of summation."""
         weights, case = self.weights, self.case

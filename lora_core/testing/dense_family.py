@@ -12,5 +12,6 @@ DENSE: Family[Subject] = Family(
         "lora_core.testing.dense_values",
         "lora_core.testing.dense_laws",
         "lora_core.testing.dense_state",
+        "lora_core.testing.dense_graphs",
     ),
 )

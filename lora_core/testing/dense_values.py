@@ -91,22 +91,13 @@ def _embedding_grid(subject: Subject, level: Level) -> Sequence[DenseCase]:
 def embedding(subject: Subject, case: DenseCase) -> None:
     """Embedding equals base(ids) + scaling * B A[ids]."""
     problem = Problem(subject, case, embedding=True)
+    if subject.capabilities.supports(Op.FULL_WEIGHT) and len(case.ranks) > 2:
+        _with_extras(problem, full=(2,))
     backend = problem.prepared(subject)
     with problem.guarded(backend):
         result = backend.embedding(problem.x, problem.base, problem.weights)
     problem.assert_fresh(result, backend)
-    ids = problem.x[: case.tokens]
-    assert problem.base.weight is not None
-    table = problem.base.weight
-    expected = oracle.embedding(ids, table, problem.weights, case.lengths, case.slots, case.scales)
-    h = torch.full((case.tokens, 1, case.R), torch.nan, device=problem.device)
-    begin = 0
-    for length, slot in zip(case.lengths, case.slots, strict=True):
-        if slot != NONE:
-            h[begin : begin + length, 0] = problem.weights.a[slot][ids[begin : begin + length]].float()
-        begin += length
-    plain = problem.plain_expand(h, table[ids])
-    assert_close(result[: case.tokens], expected, plain, "embedding", problem.where())
+    problem.assert_embedding(result)
 
 
 def _head_grid(subject: Subject, level: Level) -> Sequence[DenseCase]:
@@ -158,6 +149,7 @@ def _with_extras(problem: Problem, *, dora: bool = False, bias: bool = False, fu
     """Give the problem's weights the optional parts; NaN in slots that the batch does not use."""
     case, device = problem.case, problem.device
     generator = torch.Generator().manual_seed(case.seed + 5)
+    assert problem.base.weight is not None
     shape = (len(case.ranks), problem.layout.out_features)
     used = torch.tensor([slot in case.slots for slot in range(shape[0])]).unsqueeze(1)
 
@@ -166,7 +158,7 @@ def _with_extras(problem: Problem, *, dora: bool = False, bias: bool = False, fu
         return torch.where(used, drawn, torch.nan).to(device)
 
     wholes = {
-        slot: (torch.randn(shape[1], case.K, generator=generator) * case.K**-0.5).to(problem.dtype).to(device)
+        slot: (torch.randn(problem.base.weight.shape, generator=generator) * case.K**-0.5).to(problem.dtype).to(device)
         for slot in full
     }
     problem.weights = dataclasses.replace(

@@ -61,6 +61,13 @@ def remember(backend: LoRABackend[Any]) -> Snapshot:
     return found
 
 
+def remember_value(value: Any, path: str) -> Snapshot:
+    """Every value reachable from one, by path."""
+    found: Snapshot = {}
+    _walk(value, path, found, set())
+    return found
+
+
 def assert_remembers_nothing(before: Snapshot, after: Snapshot, when: str) -> None:
     """Both snapshots are equal.
 
