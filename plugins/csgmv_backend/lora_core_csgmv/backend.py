@@ -99,7 +99,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             raise UnsupportedOpError(
                 backend=self.name, op="init_graph", limit=f"{sorted(self.capabilities.graphs)}", value=kind
             )
-        segments = room_for(requests=max_requests, rows=max_tokens, scaled=True)
+        segments = room_for(requests=max_requests, rows=max_tokens)
         table = _table(max_requests)
         words = table.words + 2 * segments.words  # of the whole batch, and of its one lm_head pass
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
@@ -115,16 +115,15 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
         requests, tokens = len(batch.lengths), sum(batch.lengths)
         covered = [tokens, *[sum(kept) for kept in batch.logits]]  # rows of the batch, and of each pass
-        scaled = batch.scales is not None
         if graph is None:
             table = _table(requests)
-            rooms = [room_for(requests=requests, rows=rows, scaled=scaled) for rows in covered]
+            rooms = [room_for(requests=requests, rows=rows) for rows in covered]
             words = table.words + sum([room.words for room in rooms])
             target = torch.empty(words, dtype=torch.int32, device=self.device)
         else:
             limits = self._require_graph(graph, requests=requests, tokens=tokens, passes=len(batch.logits))
             table = _table(limits.max_requests)
-            room = room_for(requests=limits.max_requests, rows=limits.max_tokens, scaled=True)
+            room = room_for(requests=limits.max_requests, rows=limits.max_tokens)
             rooms = [room, room]
             target = self.workspace.static[graph]
             words = target.shape[0]
@@ -144,20 +143,20 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         if requests != table.requests:
             host[1 + requests : table.slots_at] = tokens
             host[table.slots_at + requests : table.words] = NO_LORA
-        scales = np.array(batch.scales, np.float32) if scaled else None
+        scales = None if batch.scales is None else np.array(batch.scales, np.float32)
 
-        whole = plan = plan_segments(slots, ends, lengths, rows=tokens, scaled=scaled)
+        whole = plan = plan_segments(slots, ends, lengths, rows=tokens, scales=scales)
         views = target.split_with_sizes([table.words, *[room.words for room in rooms]])
         at, segments = table.words, []
         for index, room in enumerate(rooms):
             if index and batch.logits:
                 kept = np.array(batch.logits[index - 1], np.int32)
                 kept_ends = kept.cumsum(dtype=np.int32)
-                plan = plan_segments(slots, kept_ends, kept, rows=covered[index], scaled=scaled)
+                plan = plan_segments(slots, kept_ends, kept, rows=covered[index], scales=scales)
             if index and plan is whole:  # a graph's pass over every row
                 host[at : at + room.words] = host[at - room.words : at]
             else:
-                plan.write(host[at : at + room.words], room, scales)
+                plan.write(host[at : at + room.words], room)
             segments.append(
                 Segments(
                     num_rows=covered[index] if batch.logits else tokens,
@@ -319,7 +318,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         if not rows:
             return
         plan = _expand_plan(
-            self._family, rows, weights.layout.widths, weights.max_rank, b.element_size(), room.scaled, ids is not None
+            self._family, rows, weights.layout.widths, weights.max_rank, b.element_size(), ids is not None
         )
         if ids is None:
             strides = h.stride(0), h.stride(2), 0
@@ -328,7 +327,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         plan.launch(
             (self._programs(min(segments.bound, rows) * plan.tiles, segments), 1, 1),
             out, h, segments.block if ids is None else ids, b, weights.ranks, weights.scalings, segments.block,
-            rows, out.stride(0), *strides, *b.stride(), room.segments, room.rows,
+            rows, out.stride(0), *strides, *b.stride(), room.segments,
         )  # fmt: skip
 
     def _programs(self, units: int, segments: Segments) -> int:
@@ -399,11 +398,11 @@ def _shrink_plan(
 
 @cache
 def _expand_plan(
-    chip: str, rows: int, widths: tuple[int, ...], max_rank: int, size: int, scaled: bool, gather: bool
+    chip: str, rows: int, widths: tuple[int, ...], max_rank: int, size: int, gather: bool
 ) -> _ExpandPlan:
     tile = EXPAND.pick(chip, rows=rows, width=len(widths) * max_rank, bytes=size)
     launch = _launch(
-        expand_kernel, MAX_RANK=max_rank, WIDTHS=widths, SCALED=scaled, GATHER=gather, **parameters(tile)
+        expand_kernel, MAX_RANK=max_rank, WIDTHS=widths, GATHER=gather, PDL=False, **parameters(tile)
     )
     return _ExpandPlan(launch, sum(-(-width // tile["BLOCK_N"]) for width in widths))
 

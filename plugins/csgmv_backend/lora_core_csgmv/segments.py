@@ -6,10 +6,11 @@ is written straight into a staging buffer of int32 words, which goes to the devi
 A block of segments lies in memory like this, each part starting at a multiple of 4 words (16 bytes):
 
     count, 0, 0, 0 | indptr [room.segments + 4] | slots [room.segments]
-                   | permutation [room.rows] | scales [room.rows], float32, where asked for
+                   | scales [room.segments], float32 | permutation [room.rows]
 
 `permutation[indptr[i] : indptr[i + 1]]` are the rows of x that segment i covers, all of adapter
-`slots[i]`. Rows of the base model are in no segment: no kernel touches them.
+`slots[i]` with the factor `scales[i]`. Rows of the base model are in no segment: no kernel touches
+them.
 """
 
 from __future__ import annotations
@@ -45,35 +46,32 @@ class SegmentRoom(NamedTuple):
     Attributes:
         segments: room for this many segments, a multiple of 4.
         rows: room for this many rows, a multiple of 4.
-        scaled: whether a factor per row follows the permutation.
         slots_at: first word of the slots; the count is word 0, indptr starts at word 4.
-        permutation_at: first word of the permutation.
         scales_at: first word of the scales.
+        permutation_at: first word of the permutation.
         words: length of the block.
     """
 
     segments: int
     rows: int
-    scaled: bool
     slots_at: int
-    permutation_at: int
     scales_at: int
+    permutation_at: int
     words: int
 
 
 @lru_cache(maxsize=4096)
-def room_for(*, requests: int, rows: int, scaled: bool) -> SegmentRoom:
+def room_for(*, requests: int, rows: int) -> SegmentRoom:
     """Room for every batch of up to that many requests and rows."""
     segments = 0
     for limit, chunk in CHUNKS:
         covered = min(rows, limit)
-        # every adapter adds at most one segment to the full ones, and no segment is empty
+        # a group of requests adds at most one segment to the full ones, and no segment is empty
         segments = max(segments, min(covered, covered // chunk + requests))
     segments, rows = _aligned(segments), _aligned(rows)
-    permutation_at = 8 + 2 * segments
-    scales_at = permutation_at + rows
+    slots_at = 8 + segments
     return SegmentRoom(
-        segments, rows, scaled, 8 + segments, permutation_at, scales_at, scales_at + scaled * rows
+        segments, rows, slots_at, slots_at + segments, slots_at + 2 * segments, slots_at + 2 * segments + rows
     )
 
 
@@ -84,34 +82,37 @@ class Plan(NamedTuple):
         indptr: `[segments + 1]`, into the permutation.
         slots: `[segments]`.
         permutation: rows of x, ordered by adapter, in request order within one.
-        request_of: request of each row of the permutation, where asked for.
+        scales: float32 `[segments]`, or None when every factor is 1.
     """
 
     indptr: Words
     slots: Words
     permutation: Words
-    request_of: Words
+    scales: NDArray[np.float32] | None
 
-    def write(self, block: Words, room: SegmentRoom, scales: NDArray[np.float32] | None) -> None:
+    def write(self, block: Words, room: SegmentRoom) -> None:
         """Fill `block`; what lies past the used part stays as it is, and no kernel reads it."""
-        count, rows = len(self.slots), len(self.permutation)
+        count = len(self.slots)
         block[0] = count
         block[4 : 5 + count] = self.indptr
         block[room.slots_at : room.slots_at + count] = self.slots
-        block[room.permutation_at : room.permutation_at + rows] = self.permutation
-        if scales is not None:
-            scales.view(np.int32).take(self.request_of, out=block[room.scales_at : room.scales_at + rows])
-        elif room.scaled:
-            block[room.scales_at : room.scales_at + rows] = _ONE
+        scales = _ONE if self.scales is None else self.scales.view(np.int32)
+        block[room.scales_at : room.scales_at + count] = scales
+        block[room.permutation_at : room.permutation_at + len(self.permutation)] = self.permutation
 
 
 _ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
 _NOTHING = np.empty(0, np.int32)
-EMPTY = Plan(np.zeros(1, np.int32), _NOTHING, _NOTHING, _NOTHING)
+EMPTY = Plan(np.zeros(1, np.int32), _NOTHING, _NOTHING, None)
 
 
 def plan_segments(
-    slots: Words, ends: Words, lengths: Words | None, *, rows: int, scaled: bool = False
+    slots: Words,
+    ends: Words,
+    lengths: Words | None,
+    *,
+    rows: int,
+    scales: NDArray[np.float32] | None = None,
 ) -> Plan:
     """Order the rows of a batch by adapter and cut them into chunks.
 
@@ -120,10 +121,12 @@ def plan_segments(
         ends: int32 `[bs]`, running sum of the lengths.
         lengths: int32 `[bs]`, or None when every request has exactly one row.
         rows: sum of the lengths, from which the chunk size follows.
-        scaled: also tell the request of each row.
+        scales: `[bs]`, a factor per request; requests of one adapter but different factors share no
+            segment.
     """
     chunk = chunk_size(rows)
-    order = slots.argsort(kind="stable")  # requests, by adapter; those of the base model come first
+    # requests, by adapter; those of the base model come first
+    order = slots.argsort(kind="stable") if scales is None else np.lexsort((scales, slots))
     keys = slots.take(order)
     base_only = int(keys.searchsorted(0))
     order, keys = order[base_only:].astype(np.int32), keys[base_only:]
@@ -131,7 +134,7 @@ def plan_segments(
         return EMPTY
 
     if lengths is None:
-        permutation = request_of = order
+        permutation = order
         request_ends = counting(len(order) + 1)[1:]
     else:
         counts = lengths.take(order)
@@ -139,23 +142,26 @@ def plan_segments(
         # request i covers rows ends - counts ..; its place in the permutation ends at request_ends
         permutation = (ends.take(order) - request_ends).repeat(counts)
         permutation += counting(len(permutation))
-        request_of = order.repeat(counts) if scaled else _NOTHING
 
-    last = np.empty(len(keys), np.bool_)  # the last request of each adapter
+    last = np.empty(len(keys), np.bool_)  # the last request of each group that may share segments
     last[-1] = True
     np.not_equal(keys[1:], keys[:-1], out=last[:-1])
-    ends_of = request_ends[last]  # per adapter, in the permutation
+    if scales is not None:
+        scales = scales.take(order)
+        last[:-1] |= scales[1:] != scales[:-1]
+    ends_of = request_ends[last]  # per group, in the permutation
     starts_of = np.empty_like(ends_of)
     starts_of[0] = 0
     starts_of[1:] = ends_of[:-1]
 
-    pieces = (ends_of - starts_of + (chunk - 1)) // chunk
+    pieces = (ends_of - starts_of + np.int32(chunk - 1)) // np.int32(chunk)
     piece_ends = pieces.cumsum(dtype=np.int32)
-    count = int(piece_ends[-1])
-    indptr = counting(count + 1) * np.int32(chunk)
+    indptr = counting(int(piece_ends[-1]) + 1) * np.int32(chunk)
     indptr[:-1] += (starts_of - (piece_ends - pieces) * np.int32(chunk)).repeat(pieces)
     indptr[-1] = len(permutation)
-    return Plan(indptr, keys[last].repeat(pieces), permutation, request_of)
+    return Plan(
+        indptr, keys[last].repeat(pieces), permutation, None if scales is None else scales[last].repeat(pieces)
+    )
 
 
 _numbers = np.arange(4096, dtype=np.int32)

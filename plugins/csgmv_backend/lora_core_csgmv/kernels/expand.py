@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from lora_core.triton_kit import dot
-from lora_core_csgmv.kernels.work import rows_of, segment
+from lora_core_csgmv.kernels.work import rows_of, scale_of, segment
 
 
-@triton.jit(do_not_specialize=["num_rows", "room_segments", "room_rows"])
+@triton.jit(do_not_specialize=["num_rows", "room_segments"])
 def expand(
     out,  # [T', N] - base output, added to
     h,  # [T', n, R] float32 or dtype of b; with GATHER: a, [S, V, R]
@@ -32,11 +33,10 @@ def expand(
     stride_n,
     stride_rank,
     room_segments,
-    room_rows,
     MAX_RANK: tl.constexpr,
     WIDTHS: tl.constexpr,  # tuple - columns of each slice
-    SCALED: tl.constexpr,  # whether the block of segments has a factor per row
     GATHER: tl.constexpr,
+    PDL: tl.constexpr,  # launched as a programmatic dependent of the kernels before
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -62,7 +62,7 @@ def expand(
             n0 = tl.where(tile >= before, begin + (tile - before) * BLOCK_N, n0)
             n_end = tl.where(tile >= before, begin + WIDTHS[s], n_end)
         rank = tl.load(ranks + slot * NUM_SLICES + this)
-        scaling = tl.load(scalings + slot * NUM_SLICES + this)
+        factor = tl.load(scalings + slot * NUM_SLICES + this) * scale_of(segments, unit // tiles, room_segments)
         n = n0 + tl.arange(0, BLOCK_N)
         n_live = n < n_end
         p_b = b + slot * stride_slot + n.to(tl.int64) * stride_n
@@ -70,28 +70,30 @@ def expand(
         p_out = out + n
         if rank > 0:
             if MAX_RANK <= 16:
-                _segment(p_out, p_h, ids, p_b, segments, scaling, rank, n_live, first, end, num_rows, stride_out, stride_h,
-                         stride_h_rank, stride_rank, room_segments, room_rows, SCALED, GATHER, BLOCK_T, BLOCK_N, 16)
+                _segment(p_out, p_h, ids, p_b, segments, factor, rank, n_live, first, end, num_rows, stride_out, stride_h,
+                         stride_h_rank, stride_rank, room_segments, MAX_RANK, GATHER, PDL, BLOCK_T, BLOCK_N, 16)
             elif rank <= 16:
-                _segment(p_out, p_h, ids, p_b, segments, scaling, rank, n_live, first, end, num_rows, stride_out, stride_h,
-                         stride_h_rank, stride_rank, room_segments, room_rows, SCALED, GATHER, BLOCK_T, BLOCK_N, 16)
+                _segment(p_out, p_h, ids, p_b, segments, factor, rank, n_live, first, end, num_rows, stride_out, stride_h,
+                         stride_h_rank, stride_rank, room_segments, MAX_RANK, GATHER, PDL, BLOCK_T, BLOCK_N, 16)
             elif rank <= 32:
-                _segment(p_out, p_h, ids, p_b, segments, scaling, rank, n_live, first, end, num_rows, stride_out, stride_h,
-                         stride_h_rank, stride_rank, room_segments, room_rows, SCALED, GATHER, BLOCK_T, BLOCK_N, 32)
+                _segment(p_out, p_h, ids, p_b, segments, factor, rank, n_live, first, end, num_rows, stride_out, stride_h,
+                         stride_h_rank, stride_rank, room_segments, MAX_RANK, GATHER, PDL, BLOCK_T, BLOCK_N, 32)
             else:
-                _segment(p_out, p_h, ids, p_b, segments, scaling, rank, n_live, first, end, num_rows, stride_out, stride_h,
-                         stride_h_rank, stride_rank, room_segments, room_rows, SCALED, GATHER, BLOCK_T, BLOCK_N, 64)
+                _segment(p_out, p_h, ids, p_b, segments, factor, rank, n_live, first, end, num_rows, stride_out, stride_h,
+                         stride_h_rank, stride_rank, room_segments, MAX_RANK, GATHER, PDL, BLOCK_T, BLOCK_N, 64)
 
 
 @triton.jit
 def _segment(
-    p_out, p_h, ids, p_b, segments, scaling, rank, n_live, first, end, num_rows, stride_out, stride_h,
-    stride_h_rank, stride_rank, room_segments, room_rows, SCALED: tl.constexpr, GATHER: tl.constexpr,
+    p_out, p_h, ids, p_b, segments, factor, rank, n_live, first, end, num_rows, stride_out, stride_h,
+    stride_h_rank, stride_rank, room_segments, MAX_RANK: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N columns for all rows of one segment, BLOCK_T at a time; B is read once up to rank 64."""
     r = tl.arange(0, BLOCK_R)
     b_b = tl.load(p_b[:, None] + r[None, :] * stride_rank, mask=n_live[:, None] & (r < rank)[None, :], other=0.0)
+    if PDL:
+        cuda.gdc_wait()  # B and the batch are older than the kernel before; h and out are its results
     for t0 in range(first, end, BLOCK_T):
         position = t0 + tl.arange(0, BLOCK_T)
         row, t_live = rows_of(segments, position, end, num_rows, room_segments)
@@ -102,18 +104,25 @@ def _segment(
             p_token = p_h + tl.load(ids + row, mask=t_live, other=0).to(tl.int64) * stride_h
         else:
             p_token = p_h + row * stride_h
-        m_h = t_live[:, None] & (r < rank)[None, :]
-        b_h = tl.load(p_token[:, None] + r[None, :] * stride_h_rank, mask=m_h, other=0.0)
+        b_h = _load_h(p_token, t_live, r, rank, stride_h_rank, MAX_RANK)
         b_sum = dot(b_b, tl.trans(b_h.to(b_b.dtype)), tl.zeros([BLOCK_N, BLOCK_T], tl.float32))
         if BLOCK_R == 64:
             for r0 in range(BLOCK_R, rank, BLOCK_R):
                 more = r0 + r
-                m_b, m_h = n_live[:, None] & (more < rank)[None, :], t_live[:, None] & (more < rank)[None, :]
+                m_b = n_live[:, None] & (more < rank)[None, :]
                 b_b2 = tl.load(p_b[:, None] + more[None, :] * stride_rank, mask=m_b, other=0.0)
-                b_h2 = tl.load(p_token[:, None] + more[None, :] * stride_h_rank, mask=m_h, other=0.0)
+                b_h2 = _load_h(p_token, t_live, more, rank, stride_h_rank, MAX_RANK)
                 b_sum = dot(b_b2, tl.trans(b_h2.to(b_b2.dtype)), b_sum)
-        factor = tl.zeros([BLOCK_T], tl.float32) + scaling
-        if SCALED:
-            factor *= tl.load(segments + 8 + 2 * room_segments + room_rows + position, mask=t_live, other=0).to(tl.float32, bitcast=True)
-        b_new = tl.fma(b_sum, tl.broadcast_to(factor[None, :], [BLOCK_N, BLOCK_T]), b_out.to(tl.float32))
+        b_new = tl.fma(b_sum, tl.full([BLOCK_N, BLOCK_T], factor, tl.float32), b_out.to(tl.float32))
         tl.store(p_out[:, None] + row[None, :] * stride_out, b_new.to(b_out.dtype), mask=m_out)
+
+
+@triton.jit
+def _load_h(p_token, t_live, r, rank, stride_h_rank, MAX_RANK: tl.constexpr):
+    """h of BLOCK_T tokens at ranks `r`, zero at and past `rank`; [BLOCK_T, BLOCK_R].
+
+    What lies past the rank is replaced after the load, not masked in it: a mask that may end
+    anywhere would make every element a load of its own.
+    """
+    b_h = tl.load(p_token[:, None] + r[None, :] * stride_h_rank, mask=t_live[:, None] & (r < MAX_RANK)[None, :], other=0.0)
+    return tl.where((r < rank)[None, :], b_h, 0.0)

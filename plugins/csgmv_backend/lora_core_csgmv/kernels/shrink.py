@@ -89,8 +89,7 @@ def _segment(
     """All rows of A of one segment, BLOCK_M at a time."""
     WIDTH: tl.constexpr = NUM_SLICES * MAX_RANK
     for m0 in range(0, count, BLOCK_M):
-        column = _columns(ranks_slot, m0, MAX_RANK, NUM_SLICES, BLOCK_M)
-        m_live = column >= 0
+        column, m_live = _columns(ranks_slot, m0, MAX_RANK, NUM_SLICES, BLOCK_M)
         wide = column.to(tl.int64)
         p_a = a_slot + (wide // MAX_RANK) * stride_slice + (wide % MAX_RANK) * stride_rank
         for t0 in range(first, end, BLOCK_T):
@@ -100,42 +99,45 @@ def _segment(
             if PARALLEL:
                 b_sum = _part(p_x, t_live, p_a, m_live, part, in_features, stride_k, SPLIT, EVEN, BLOCK_M, BLOCK_T, BLOCK_K)
                 p_sum = partials + (part * num_rows + position)[None, :].to(tl.int64) * WIDTH + (m0 + tl.arange(0, BLOCK_M))[:, None]
-                tl.store(p_sum, b_sum, mask=m_live[:, None] & t_live[None, :])
+                # dead rows sum to zero; a mask that may end anywhere would make every element a store of its own
+                tl.store(p_sum, b_sum, mask=(m0 + tl.arange(0, BLOCK_M) < WIDTH)[:, None] & t_live[None, :])
             else:
                 b_h = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
                 for each in range(parts):
                     b_h += _part(p_x, t_live, p_a, m_live, each, in_features, stride_k, SPLIT, EVEN, BLOCK_M, BLOCK_T, BLOCK_K)
-                _store(h, b_h, row, t_live, column, m_live, WIDTH)
+                _store(h, b_h, row, t_live, column, m_live, NUM_SLICES, MAX_RANK)
     if PARALLEL:
         tl.debug_barrier()  # every thread has stored its sums before the arrival is announced
         if tl.atomic_add(arrivals + index, 1, sem="acq_rel") == parts - 1:
             step = tl.full([], WIDTH, tl.int64) * num_rows
             for m0 in range(0, count, BLOCK_M):
-                column = _columns(ranks_slot, m0, MAX_RANK, NUM_SLICES, BLOCK_M)
-                m_live = column >= 0
+                column, m_live = _columns(ranks_slot, m0, MAX_RANK, NUM_SLICES, BLOCK_M)
                 for t0 in range(first, end, BLOCK_T):
                     position = t0 + tl.arange(0, BLOCK_T)
                     row, t_live = rows_of(segments, position, end, num_rows, room_segments)
                     p_sum = partials + position[None, :].to(tl.int64) * WIDTH + (m0 + tl.arange(0, BLOCK_M))[:, None]
+                    m_sum = (m0 + tl.arange(0, BLOCK_M) < WIDTH)[:, None] & t_live[None, :]
                     b_h = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
                     for _ in tl.range(0, parts, loop_unroll_factor=4):
-                        b_h += tl.load(p_sum, mask=m_live[:, None] & t_live[None, :], other=0.0, cache_modifier=".cg")
+                        b_h += tl.load(p_sum, mask=m_sum, other=0.0, cache_modifier=".cg")
                         p_sum += step
-                    _store(h, b_h, row, t_live, column, m_live, WIDTH)
+                    _store(h, b_h, row, t_live, column, m_live, NUM_SLICES, MAX_RANK)
             tl.store(arrivals + index, 0)
 
 
 @triton.jit
 def _columns(ranks_slot, m0, MAX_RANK: tl.constexpr, NUM_SLICES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Packed row m of A -> its column `slice * R + r` in h, -1 past the last. Int32 [BLOCK_M]."""
+    """Packed row m of A -> its column `slice * R + r` in h, and whether there is such a row. [BLOCK_M]."""
     m = m0 + tl.arange(0, BLOCK_M)
+    if NUM_SLICES == 1:
+        return m, m < tl.load(ranks_slot)
     column = tl.full([BLOCK_M], -1, tl.int32)
     begin = 0
     for s in tl.static_range(NUM_SLICES):
         rank = tl.load(ranks_slot + s)
         column = tl.where((m >= begin) & (m < begin + rank), m - begin + s * MAX_RANK, column)
         begin += rank
-    return column
+    return column, column >= 0
 
 
 @triton.jit
@@ -157,6 +159,8 @@ def _part(
 
 
 @triton.jit
-def _store(h, b_h, row, t_live, column, m_live, WIDTH: tl.constexpr):
-    p_h = h + row[None, :] * WIDTH + column[:, None]
+def _store(h, b_h, row, t_live, column, m_live, NUM_SLICES: tl.constexpr, MAX_RANK: tl.constexpr):
+    if NUM_SLICES == 1:
+        m_live = column < MAX_RANK  # as for the sums: zeros past the rank make whole vectors
+    p_h = h + row[None, :] * (NUM_SLICES * MAX_RANK) + column[:, None]
     tl.store(p_h, b_h.to(h.dtype.element_ty), mask=m_live[:, None] & t_live[None, :])

@@ -8,11 +8,17 @@ import triton.language as tl
 
 @triton.jit
 def segment(segments, index, room_segments):
-    """(first, end) in the permutation and the slot of one segment."""
+    """Of one segment: first and end in the permutation, and the slot, int64."""
     first = tl.load(segments + 4 + index)
     end = tl.load(segments + 5 + index)
     slot = tl.load(segments + 8 + room_segments + index).to(tl.int64)
     return first, end, slot
+
+
+@triton.jit
+def scale_of(segments, index, room_segments):
+    """The factor of one segment, float32."""
+    return tl.load(segments + 8 + 2 * room_segments + index).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -23,5 +29,5 @@ def rows_of(segments, position, end, num_rows, room_segments):
     must not write outside its tensors.
     """
     live = position < end
-    row = tl.load(segments + 8 + 2 * room_segments + position, mask=live, other=0)
+    row = tl.load(segments + 8 + 3 * room_segments + position, mask=live, other=0)
     return row.to(tl.int64), live & (row < num_rows)
