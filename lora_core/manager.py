@@ -175,14 +175,11 @@ class Hold:
     """
 
     def __init__(self, name: str, release: Callable[[], None]) -> None:
-        self.name = name
-        self._release: Callable[[], None] | None = release
+        self.name, self._release = name, release
 
     def release(self) -> None:
         """Let go; a request that ends and is aborted at once may well do so twice."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -527,10 +524,13 @@ class LoRAManager:
         with self._changed:
             adapter = self._get(name)
             adapter.holds += 1
+        held = True
 
         def release() -> None:
+            nonlocal held
             with self._changed:
-                adapter.holds -= 1
+                adapter.holds -= held
+                held = False
                 self._changed.notify_all()
 
         return Hold(name, release)
@@ -584,7 +584,7 @@ class LoRAManager:
             AdapterError: files that have to be read again, and cannot be.
         """
         with self._changed:
-            wanted = self._distinct(requests)
+            wanted = self._distinct(r.adapter for r in requests)
             waiting = self._lane(lane).waiting
             for name in waiting.keys() - wanted.keys():
                 del waiting[name]
@@ -680,10 +680,12 @@ class LoRAManager:
         logits: Sequence[Sequence[int]],
     ) -> tuple[LoRABatch, dict[str, _Adapter]]:
         """The batch in slots, after moving in what has none; refuses before it changes anything."""
-        wanted = self._distinct(requests)
+        names = [r.adapter for r in requests]
+        wanted = self._distinct(names)
         scales = None
-        if any(r.scale is not None for r in requests):
-            scales = [1.0 if r.scale is None else float(r.scale) for r in requests]
+        factors = [r.scale for r in requests]
+        if factors.count(None) != len(factors):
+            scales = [1.0 if factor is None else float(factor) for factor in factors]
             if not all(map(math.isfinite, scales)):
                 raise InvalidBatchError(f"prepare: scales must be finite, got {scales}")
             if not self.backend.capabilities.supports(Op.SCALES):
@@ -691,7 +693,7 @@ class LoRAManager:
                     backend=self.backend.name,
                     op="scales",
                     limit=f"ops {sorted(self.backend.capabilities.ops)}",
-                    value=next(r.scale for r in requests if r.scale is not None),
+                    value=scales,
                 )
         lengths = [r.length for r in requests]
         if graph is not None:
@@ -701,14 +703,14 @@ class LoRAManager:
                     f"prepare: adapter {whole[0]!r} brings whole weights (modules_to_save), which a captured "
                     "graph cannot follow: run it in eager mode"
                 )
-        if any(name not in self._slot_of for name in wanted):
+        if not wanted.keys() <= self._slot_of.keys():
             LoRABatch(
                 lengths, [NO_LORA] * len(lengths), mode, logits, scales
-            )  # refuse before anyone is evicted
+            )  # refuse before evicting
         self._seat(wanted)
-        slot_of, no_lora = self._slot_of, NO_LORA
-        slots = [no_lora if r.adapter is None else slot_of[r.adapter] for r in requests]
-        return LoRABatch(lengths, slots, mode, logits, scales), wanted
+        slots: dict[str | None, int] = {None: NO_LORA}
+        slots.update((name, self._slot_of[name]) for name in wanted)
+        return LoRABatch(lengths, [slots[name] for name in names], mode, logits, scales), wanted
 
     def _seat(self, wanted: Mapping[str, _Adapter]) -> None:
         """Give every adapter a slot, or change nothing.
@@ -717,36 +719,34 @@ class LoRAManager:
             NoFreeSlotError: they do not all fit.
             AdapterNotFoundError: one was dropped from the host tier.
         """
-        self._clock += 1
-        new = []
-        for name, adapter in wanted.items():
-            slot = self._slot_of.get(name)
-            if slot is None:
-                new.append(adapter)
-            else:
-                self._last_used[slot] = self._clock
-                self._counts["slot_hits"] += 1
-            self._adapters.move_to_end(name)
-        if not new:
-            return
-        keep = {self._slot_of[name] for name in wanted if name in self._slot_of}
-        room = sum(self._evictable(slot) and slot not in keep for slot in range(self.max_loras))
-        if len(new) > room:
-            raise NoFreeSlotError(
-                f"prepare: the batch names {len(wanted)} adapters, {len(new)} of them without a slot, but only "
-                f"{room} of {self.max_loras} slots can be had (others are pinned, in another lane's batch, or "
-                "named here too). Split the batch with plan(), or build the manager with more max_loras."
-            )
-        for adapter in new:
-            if adapter.packed is None:
-                raise AdapterNotFoundError(
-                    f"prepare: adapter {adapter.name!r} was dropped from the host tier (max_cpu_loras is "
-                    f"{self.max_cpu_loras}), and files are not read here: prefetch({adapter.name!r}) first, or use "
-                    "plan(), which does"
+        slot_of = self._slot_of
+        new = [adapter for name, adapter in wanted.items() if name not in slot_of]
+        keep = {slot_of[name] for name in wanted if name in slot_of}
+        if new:
+            room = sum(self._evictable(slot) and slot not in keep for slot in range(self.max_loras))
+            if len(new) > room:
+                raise NoFreeSlotError(
+                    f"prepare: the batch names {len(wanted)} adapters, {len(new)} of them without a slot, but "
+                    f"only {room} of {self.max_loras} slots can be had for those: the others are named here too, "
+                    "pinned, or in another lane's batch. Split the batch with plan(), or build the manager with "
+                    "more max_loras."
                 )
+            for adapter in new:
+                if adapter.packed is None:
+                    raise AdapterNotFoundError(
+                        f"prepare: adapter {adapter.name!r} was dropped from the host tier (max_cpu_loras is "
+                        f"{self.max_cpu_loras}), and files are not read here: prefetch({adapter.name!r}) first, or "
+                        "use plan(), which does"
+                    )
+        self._clock += 1
+        self._counts["slot_hits"] += len(keep)
+        for slot in keep:
+            self._last_used[slot] = self._clock
+        for name in wanted:
+            self._adapters.move_to_end(name)
         for adapter in new:
             self._place(adapter, keep=keep)
-            keep.add(self._slot_of[adapter.name])
+            keep.add(slot_of[adapter.name])
 
     def reset(self, *, lane: int = 0) -> None:
         """End the live batch of a lane, if there is one; afterwards its layers are inactive."""
@@ -835,14 +835,9 @@ class LoRAManager:
             state.slots, state.names = (), frozenset()
             self._changed.notify_all()
 
-    def _distinct(self, requests: Iterable[LoRARequest]) -> dict[str, _Adapter]:
-        """The adapters that requests name, each once, in their order."""
-        wanted: dict[str, _Adapter] = {}
-        for request in requests:
-            name = request.adapter
-            if name is not None and name not in wanted:
-                wanted[name] = self._get(name)
-        return wanted
+    def _distinct(self, names: Iterable[str | None]) -> dict[str, _Adapter]:
+        """The adapters named, each once, in their order."""
+        return {name: self._get(name) for name in dict.fromkeys(names) if name is not None}
 
     def _get(self, name: str) -> _Adapter:
         adapter = self._adapters.get(name)
