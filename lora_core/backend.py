@@ -59,6 +59,12 @@ class BackendConfig(BaseModel):
     max_rank: int | None = Field(default=None, ge=1, description="None: as the weights say")
 
 
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
 _PAIR = ("prepare_batch", "reset_batch_state")
 _METHODS = (*_PAIR, "init_graph", "shrink", "expand", "linear", "embedding", "lm_head")
 
@@ -317,6 +323,27 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
         if weights.full and not self.capabilities.supports(Op.FULL_WEIGHT):
             raise self._unclaimed(Op.FULL_WEIGHT, where=op)
 
+    def _require_supported(self, op: str, weights: LoRAWeights) -> None:
+        """Refuse weights of a dtype, rank or slice count past the claims; host integers only.
+
+        Raises:
+            UnsupportedOpError: naming the limit.
+        """
+        claims, dtype = self.capabilities, weights.a.dtype
+        if _DTYPE_NAMES.get(dtype) not in claims.dtypes:
+            raise UnsupportedOpError(
+                backend=self.name, op=op, limit=f"dtypes {sorted(claims.dtypes)}", value=dtype
+            )
+        if claims.max_rank is not None and weights.max_rank > claims.max_rank:
+            raise UnsupportedOpError(
+                backend=self.name, op=op, limit=f"rank {claims.max_rank}", value=f"rank {weights.max_rank}"
+            )
+        slices = weights.layout.num_slices
+        if claims.max_slices is not None and slices > claims.max_slices:
+            raise UnsupportedOpError(
+                backend=self.name, op=op, limit=f"{claims.max_slices} slices", value=f"{slices} slices"
+            )
+
     def _require_linear(self, op: str, x: Tensor, weights: LoRAWeights) -> InfoT:
         """The checks that every op over `x [T', K]` needs, in one place; host integers only.
 
@@ -324,8 +351,10 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
             NoBatchPreparedError: no batch.
             BatchMismatchError: fewer rows than the batch.
             TensorMismatchError: shape, dtype or device of x do not fit the weights.
+            UnsupportedOpError: weights past the claims.
         """
         info = self._require_batch(op)
+        self._require_supported(op, weights)
         a = weights.a
         if x.dim() != 2 or x.shape[1] != a.shape[-1]:
             raise TensorMismatchError(

@@ -3,7 +3,7 @@
 Three forms of the same sum, chosen by the batch alone, so that the shapes of every product depend
 on nothing that a neighbour brings along:
 
-- few rows on a CPU: one product with every slot's A, then a weighted sum of B's live columns;
+- few rows on a CPU: the form of few_rows.py;
 - other eager CPU batches: a pair of products per request, cut to the adapter's own rank;
 - graphs and other devices: masked products over all rows per slot, reading slots, ranks and
   scalings on the device, so that a captured graph follows what is prepared later.
@@ -11,17 +11,17 @@ on nothing that a neighbour brings along:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
+from lora_core import few_rows
 from lora_core.backend import BaseModule, LoRABackend
 from lora_core.batch import NO_LORA, BatchInfo, LoRABatch, RequestTable
 from lora_core.capabilities import Capabilities, GraphKind, Op
@@ -33,9 +33,6 @@ from lora_core.errors import (
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 
-_FEW_ROWS = 32
-"""Up to here one product with every slot's A beats a product per request (measured on 2 cores)."""
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -45,6 +42,7 @@ class Rows:
         num_rows: rows that belong to requests.
         segments: (slot, first row, end row, scale) of every request with rows and an adapter.
         row_slots: host, slot of every row.
+        row_scales: host, factor of every row, or None when every factor is 1.
         slots: int32 on the device, slot of every row; in graph mode for the whole static buffer.
         scales: float32 beside `slots`, or None when every factor is 1 (eager only).
     """
@@ -52,6 +50,7 @@ class Rows:
     num_rows: int
     segments: tuple[tuple[int, int, int, float], ...]
     row_slots: tuple[int, ...]
+    row_scales: tuple[float, ...] | None
     slots: Tensor
     scales: Tensor | None
 
@@ -78,6 +77,7 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
 
     # -- batch state -----------------------------------------------------------------------------
 
+    @override
     def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> TorchBatchInfo:
         self.reset_batch_state()
         lengths, slots = np.asarray(batch.lengths, np.int64), np.asarray(batch.slots, np.int32)
@@ -88,7 +88,9 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
             words = 2 * room_requests + 1 + 2 * sum(room_rows)
             target = torch.empty(words, dtype=torch.int32, device=self.device)
         else:
-            room = self._require_graph(graph, requests=requests, tokens=tokens, passes=len(batch.logits))
+            room = self._require_graph(
+                graph, requests=requests, tokens=tokens, passes=len(batch.logits)
+            )
             room_requests, room_rows = room.max_requests, [room.max_tokens] * 2
             covered = [covered[0], covered[-1]]
             target = self.workspace.static[graph]
@@ -101,37 +103,43 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         host[0] = 0
         host[1 : requests + 1] = np.cumsum(lengths)
         host[requests + 1 : room_requests + 1] = tokens
-        at, row_slots = 2 * room_requests + 1, []
+        at = 2 * room_requests + 1
+        row_slots: list[tuple[int, ...]] = []
+        row_scales: list[tuple[float, ...] | None] = []
         scales = np.asarray(batch.scales, np.float32) if batch.scales is not None else None
-        for kept, room in zip(covered, room_rows, strict=True):
+        for kept, width in zip(covered, room_rows, strict=True):
             per_row = np.repeat(slots, kept)
             row_slots.append(tuple(per_row.tolist()))
-            host[at : at + room] = NO_LORA
+            host[at : at + width] = NO_LORA
             host[at : at + len(per_row)] = per_row
-            factors = host[at + room : at + 2 * room].view(np.float32)
+            factors = host[at + width : at + 2 * width].view(np.float32)
             factors[:] = 1.0
             if scales is not None:
                 factors[: len(per_row)] = np.repeat(scales, kept)
-            at += 2 * room
+            row_scales.append(None if scales is None else tuple(factors[: len(per_row)].tolist()))
+            at += 2 * width
         entry.send(target)
 
         def rows(index: int, start: int) -> Rows:
-            room = room_rows[index]
+            width = room_rows[index]
             return Rows(
                 num_rows=int(covered[index].sum()),
                 segments=tuple(_segments(batch.slots, covered[index].tolist(), batch.scales)),
                 row_slots=row_slots[index],
-                slots=target[start : start + room],
-                scales=target[start + room : start + 2 * room].view(torch.float32)
+                row_scales=row_scales[index],
+                slots=target[start : start + width],
+                scales=target[start + width : start + 2 * width].view(torch.float32)
                 if graph is not None or scales is not None
                 else None,
             )
 
-        starts = np.cumsum([2 * room_requests + 1, *(2 * room for room in room_rows)]).tolist()
+        starts = np.cumsum([2 * room_requests + 1, *(2 * width for width in room_rows)]).tolist()
         whole = rows(0, starts[0])
         static = None
         if graph is not None:
-            static = RequestTable(target[: room_requests + 1], target[room_requests + 1 : starts[0]])
+            static = RequestTable(
+                target[: room_requests + 1], target[room_requests + 1 : starts[0]]
+            )
         self.batch_info = TorchBatchInfo(
             num_tokens=tokens,
             mode=batch.mode,
@@ -145,16 +153,21 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         )
         return self.batch_info
 
+    @override
     def reset_batch_state(self) -> None:
         info = self.batch_info
         self.batch_info = None
         if info is not None and info.graph is not None:
             self._neutralise(info.graph)
 
+    @override
     def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
         if kind not in self.capabilities.graphs:
             raise UnsupportedOpError(
-                backend=self.name, op="init_graph", limit=f"{sorted(self.capabilities.graphs)}", value=kind
+                backend=self.name,
+                op="init_graph",
+                limit=f"{sorted(self.capabilities.graphs)}",
+                value=kind,
             )
         words = 2 * max_requests + 1 + 2 * 2 * max_tokens  # requests; slot and scale of rows, twice
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
@@ -166,6 +179,7 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         self.workspace.static[kind][: requests + 1].zero_()
         self.workspace.static[kind][requests + 1 :].fill_(NO_LORA)
 
+    @override
     def allocate_weights(
         self,
         *,
@@ -176,8 +190,17 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         dtype: torch.dtype,
         embedding: bool = False,
     ) -> LoRAWeights:
-        """As the contract says, with B's columns contiguous: the few-rows form sums whole columns."""
-        plain = super().allocate_weights(
+        if dtype == torch.float32 and self.device.type == "cpu":
+            stacked = few_rows.StackedWeights.allocate(
+                num_slots=num_slots,
+                max_rank=max_rank,
+                in_features=in_features,
+                layout=layout,
+                embedding=embedding,
+            )
+            if stacked is not None:
+                return stacked
+        return super().allocate_weights(
             num_slots=num_slots,
             max_rank=max_rank,
             in_features=in_features,
@@ -185,27 +208,31 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
             dtype=dtype,
             embedding=embedding,
         )
-        return dataclasses.replace(plain, b=plain.b.mT.contiguous().mT)
 
     # -- ops -------------------------------------------------------------------------------------
 
+    @override
     def shrink(self, x: Tensor, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("shrink", x, weights)
         self._require_rows("shrink", x.shape[0], info.num_tokens)
         return self._shrink(x, weights, info.rows, graph=info.graph)
 
+    @override
     def expand(self, h: Tensor, weights: LoRAWeights, out: Tensor) -> Tensor:
         info = self._require_batch("expand")
+        self._require_supported("expand", weights)
         self._check_expand(h, weights, out)
         self._require_rows("expand", h.shape[0], info.num_tokens)
         self._expand(h, weights, out, info.rows, graph=info.graph)
         return out
 
+    @override
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("linear", x, weights)
         self._require_rows("linear", x.shape[0], info.num_tokens)
         return self._linear(x, base, weights, info.rows, info)
 
+    @override
     def lm_head(
         self, x: Tensor, base: BaseModule, weights: LoRAWeights, *, logits_pass: int = 0
     ) -> Tensor:
@@ -219,12 +246,21 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         self._require_rows("lm_head", x.shape[0], rows.num_rows)
         return self._linear(x, base, weights, rows, info)
 
+    @override
     def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_batch("embedding")
         if input_ids.dim() != 1 or not weights.is_embedding:
             raise TensorMismatchError(
                 f"backend 'torch': embedding got ids of shape {tuple(input_ids.shape)} and weights.a of shape "
                 f"{tuple(weights.a.shape)}, expected [rows] and [S, V, R]"
+            )
+        self._require_supported("embedding", weights)
+        if weights.output_scale is not None or weights.bias is not None:
+            raise UnsupportedOpError(
+                backend="torch",
+                op="embedding",
+                limit="A, B and full weights",
+                value="output_scale" if weights.output_scale is not None else "bias",
             )
         self._require_rows("embedding", input_ids.shape[0], info.num_tokens)
         out = base(input_ids)
@@ -253,15 +289,17 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         """Whether slots and ranks may be read on the host: never on another device or in a graph."""
         return graph is None and self.device.type == "cpu"
 
-    def _few_rows(self, rows: Rows, weights: LoRAWeights, graph: GraphKind | None) -> bool:
-        return (
-            self._on_host(graph)
-            and rows.num_rows <= _FEW_ROWS
-            and weights.num_slots * weights.layout.num_slices * weights.max_rank <= 512
-            and weights.a.dtype == torch.float32
-            and weights.a.is_contiguous()
-            and weights.b.mT.is_contiguous()
-        )
+    def _few_rows(
+        self, rows: Rows, weights: LoRAWeights, num_rows: int, graph: GraphKind | None
+    ) -> tuple[few_rows.StackedWeights, few_rows.Plan] | None:
+        """What the form for few rows needs, where it applies."""
+        if (
+            graph is not None
+            or rows.num_rows > few_rows.MAX_ROWS
+            or not isinstance(weights, few_rows.StackedWeights)
+        ):
+            return None
+        return weights, weights.plan(rows.row_slots, rows.row_scales, num_rows)
 
     def _linear(
         self, x: Tensor, base: BaseModule, weights: LoRAWeights, rows: Rows, info: TorchBatchInfo
@@ -272,27 +310,49 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         if weights.full:
             self._replace(x, base, weights, out, rows, info.graph)
         if weights.output_scale is None:
-            self._expand(self._shrink(x, weights, rows, graph=info.graph), weights, out, rows, graph=info.graph)
-            if weights.bias is not None:
-                self._per_row(out, rows, weights, info.graph, lambda y, slot: y + weights.bias[slot])
+            few = self._few_rows(rows, weights, x.shape[0], info.graph)
+            if few and out.dtype == torch.float32:
+                few_rows.add_delta(x, few[0], out, few[1])
+            else:
+                h = self._shrink(x, weights, rows, graph=info.graph)
+                self._expand(h, weights, out, rows, graph=info.graph)
+            if (extra := weights.bias) is not None:
+                self._per_row(out, rows, weights, info.graph, lambda y, slot: y + extra[slot])
             return out
+        return self._dora(x, base, weights, weights.output_scale, out, rows, info)
+
+    def _dora(
+        self,
+        x: Tensor,
+        base: BaseModule,
+        weights: LoRAWeights,
+        output_scale: Tensor,
+        out: Tensor,
+        rows: Rows,
+        info: TorchBatchInfo,
+    ) -> Tensor:
+        """`output_scale * (base without bias + delta) + bias`, in place in `out`."""
         bias = base.bias.float() if base.bias is not None else torch.zeros((), device=out.device)
         delta = torch.zeros_like(out, dtype=torch.float32)
-        self._expand(self._shrink(x, weights, rows, graph=info.graph), weights, delta, rows, graph=info.graph)
-        extra = weights.bias if weights.bias is not None else torch.zeros_like(weights.output_scale)
-        scaled = out.float() - bias + delta
+        h = self._shrink(x, weights, rows, graph=info.graph)
+        self._expand(h, weights, delta, rows, graph=info.graph)
+        extra = weights.bias if weights.bias is not None else torch.zeros_like(output_scale)
         self._per_row(
-            out, rows, weights, info.graph,
-            lambda y, slot: y * weights.output_scale[slot] + bias + extra[slot], source=scaled,
+            out,
+            rows,
+            weights,
+            info.graph,
+            lambda y, slot: y * output_scale[slot] + bias + extra[slot],
+            source=out.float() - bias + delta,
         )
         return out
 
-    def _shrink(self, x: Tensor, weights: LoRAWeights, rows: Rows, *, graph: GraphKind | None) -> Tensor:
+    def _shrink(
+        self, x: Tensor, weights: LoRAWeights, rows: Rows, *, graph: GraphKind | None
+    ) -> Tensor:
         n, max_rank = weights.layout.num_slices, weights.max_rank
-        if self._few_rows(rows, weights, graph):
-            everything = torch.mm(x, weights.a.view(-1, x.shape[1]).T)
-            mine = _own_rows(rows.row_slots, weights.num_slots, x.shape[0])
-            return everything.view(-1, n * max_rank).index_select(0, mine).view(-1, n, max_rank)
+        if few := self._few_rows(rows, weights, x.shape[0], graph):
+            return few_rows.shrink(x, *few)
         h = torch.empty(x.shape[0], n, max_rank, dtype=torch.float32, device=x.device)
         if self._on_host(graph):
             ranks = weights.ranks.tolist()
@@ -300,12 +360,16 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
                 x_request = x[start:end].float()
                 for s, rank in enumerate(ranks[slot]):
                     if rank:
-                        torch.mm(x_request, weights.a[slot, s, :rank].float().T, out=h[start:end, s, :rank])
+                        torch.mm(
+                            x_request,
+                            weights.a[slot, s, :rank].float().T,
+                            out=h[start:end, s, :rank],
+                        )
             return h
         x32 = x.float()
         for slot in self._slots(weights, rows, graph):
             mine = self._row_mask(rows, slot, x.shape[0]).unsqueeze(-1)
-            product = torch.mm(x32, weights.a[slot].float().view(-1, x.shape[1]).T)
+            product = torch.mm(x32, weights.a[slot].float().reshape(-1, x.shape[1]).T)
             h = torch.where(mine, product.view(-1, n, max_rank), h)
         return h
 
@@ -314,11 +378,11 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
     ) -> None:
         layout = weights.layout
         if self._on_host(graph):
-            ranks = weights.ranks.tolist()
-            if self._few_rows(rows, weights, graph) and out.dtype == torch.float32:
-                self._expand_few_rows(h, weights, out, rows, ranks)
+            few = self._few_rows(rows, weights, out.shape[0], graph)
+            if few and out.dtype == torch.float32:
+                few_rows.expand(h, few[0], out, few[1])
                 return
-            scalings = weights.scalings.tolist()
+            ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
             for slot, start, end, scale in rows.segments:
                 for s, rank in enumerate(ranks[slot]):
                     if not rank:
@@ -341,35 +405,16 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
                 live = columns < weights.ranks[slot, s]
                 span = slice(layout.offsets[s], layout.offsets[s + 1])
                 b = torch.where(live, weights.b[slot, span].float(), 0.0)
-                delta = torch.mm(torch.where(live & mine, h[:, s], 0.0), b.T) * weights.scalings[slot, s]
+                delta = (
+                    torch.mm(torch.where(live & mine, h[:, s], 0.0), b.T)
+                    * weights.scalings[slot, s]
+                )
                 if rows.scales is not None:
                     delta = delta * _rows_of(rows.scales, out.shape[0], 1.0).unsqueeze(-1)
                 wanted = mine & (weights.ranks[slot, s] > 0)  # adding 0.0 would turn -0.0 into 0.0
                 total[:, span] = torch.where(wanted, total[:, span] + delta, total[:, span])
                 touched[:, span] |= wanted
         out.copy_(torch.where(touched, total.to(out.dtype), out))
-
-    def _expand_few_rows(
-        self, h: Tensor, weights: LoRAWeights, out: Tensor, rows: Rows, ranks: list[list[int]]
-    ) -> None:
-        layout, n, max_rank = weights.layout, weights.layout.num_slices, weights.max_rank
-        factors = weights.scalings.view(-1)
-        columns = weights.b.mT.view(-1, layout.out_features)  # [S * R, N] - row of a slot's rank
-        for s in range(n):
-            plan = _live_columns(rows.row_slots, tuple(r[s] for r in ranks), s, n, max_rank)
-            if plan is None:
-                continue
-            scaled = h.view(-1).index_select(0, plan.h) * factors.index_select(0, plan.factor)
-            if rows.scales is not None:
-                scaled *= rows.scales.index_select(0, plan.row)
-            span = slice(layout.offsets[s], layout.offsets[s + 1])
-            delta = functional.embedding_bag(
-                plan.b, columns[:, span], plan.offsets, mode="sum", per_sample_weights=scaled
-            )
-            if plan.rows is None:
-                out[: delta.shape[0], span] += delta
-            else:
-                out[:, span].index_add_(0, plan.rows, delta)
 
     def _replace(
         self,
@@ -389,7 +434,9 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         for slot in self._slots(weights, rows, graph):
             if slot in weights.full:
                 mine = self._row_mask(rows, slot, out.shape[0])
-                out.copy_(torch.where(mine, functional.linear(x, weights.full[slot], base.bias), out))
+                out.copy_(
+                    torch.where(mine, functional.linear(x, weights.full[slot], base.bias), out)
+                )
 
     def _per_row(
         self,
@@ -450,46 +497,3 @@ def _rows_of(values: Tensor, num_rows: int, padding: float) -> Tensor:
     if values.shape[0] >= num_rows:
         return values[:num_rows]
     return functional.pad(values, (0, num_rows - values.shape[0]), value=padding)
-
-
-@lru_cache(maxsize=256)
-def _own_rows(row_slots: tuple[int, ...], num_slots: int, num_rows: int) -> Tensor:
-    """int64 `[num_rows]`: in a `[rows * slots, ...]` product, each row's own slot (0 for none)."""
-    slots = [max(slot, 0) for slot in row_slots] + [0] * (num_rows - len(row_slots))
-    return torch.tensor([row * num_slots + slot for row, slot in enumerate(slots)], dtype=torch.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class _LiveColumns:
-    """Indices of the few-rows expand, one entry per (row, live rank) unless said otherwise."""
-
-    h: Tensor  # into h, flat
-    b: Tensor  # into B's columns
-    factor: Tensor  # into scalings, flat
-    row: Tensor  # the row
-    offsets: Tensor  # where each row with an adapter begins
-    rows: Tensor | None  # rows with an adapter; None: exactly the first ones
-
-
-@lru_cache(maxsize=1024)
-def _live_columns(
-    row_slots: tuple[int, ...], ranks: tuple[int, ...], s: int, n: int, max_rank: int
-) -> _LiveColumns | None:
-    """The live columns of every row for slice `s`, or None when no row has any."""
-    rows = [row for row, slot in enumerate(row_slots) if slot != NO_LORA and ranks[slot]]
-    if not rows:
-        return None
-    live = [(row, row_slots[row], r) for row in rows for r in range(ranks[row_slots[row]])]
-    sizes = [ranks[row_slots[row]] for row in rows]
-
-    def ints(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64)
-
-    return _LiveColumns(
-        h=ints((row * n + s) * max_rank + r for row, _, r in live),
-        b=ints(slot * max_rank + r for _, slot, r in live),
-        factor=ints(slot * n + s for _, slot, _ in live),
-        row=ints(row for row, _, _ in live),
-        offsets=ints(np.cumsum([0, *sizes[:-1]]).tolist()),
-        rows=None if rows == list(range(len(rows))) else ints(rows),
-    )

@@ -212,7 +212,7 @@ class Problem:
         self.base = Base(weight, bias, embedding=embedding, pad_columns=self._pad)
         if embedding:
             ids = torch.randint(0, case.K, (case.rows,), generator=self._values)
-            ids[case.tokens :] = 0
+            ids[case.tokens :] = case.K + 5  # padding: no row of the table
             self.x = ids.to(self.device)
         else:
             self.x = self._banded("x", (case.rows, case.K), pad_columns=self._pad)

@@ -13,5 +13,6 @@ DENSE: Family[Subject] = Family(
         "lora_core.testing.dense_laws",
         "lora_core.testing.dense_state",
         "lora_core.testing.dense_graphs",
+        "lora_core.testing.dense_errors",
     ),
 )
