@@ -396,13 +396,13 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
                     else:
                         target.copy_(target.float() + factor * torch.mm(h_live, b.T))
             return
-        columns = torch.arange(weights.max_rank, device=out.device)
+        ranks_upwards = torch.arange(weights.max_rank, device=out.device)
         total = out.float()
         touched = torch.zeros(out.shape, dtype=torch.bool, device=out.device)
         for slot in self._slots(weights, rows, graph):
             mine = self._row_mask(rows, slot, out.shape[0])
             for s in range(layout.num_slices):
-                live = columns < weights.ranks[slot, s]
+                live = ranks_upwards < weights.ranks[slot, s]
                 span = slice(layout.offsets[s], layout.offsets[s + 1])
                 b = torch.where(live, weights.b[slot, span].float(), 0.0)
                 delta = (

@@ -1,0 +1,231 @@
+"""TorchBackend's form for few rows on a CPU: one product with every slot, then a sum of B's columns.
+
+At eight rows the arithmetic of an adapter is nothing and the calls are everything, so this form
+makes few of them, whatever adapters the rows have:
+
+    p = x @ [A_0; A_1; ...]^T       every row with the first c ranks of every slot
+    g = p[live] * factor            the row's own slot, its own rank, scaled
+    y += bag(g, B's columns)        each row the sum of its own columns
+
+The shape of the product depends on the rows, the pool, and c, the row's own rank rounded up: never
+on a neighbour. So neither do its bits. What lies past a rank or in another slot is computed and
+never picked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lora_core.batch import NO_LORA
+from lora_core.weights import LoRAWeights, SliceLayout
+
+MAX_ROWS = 32
+"""Up to here this form beats a pair of products per request (measured on 2 cores)."""
+
+_MAX_PRODUCT = 512
+"""Columns of the largest product, slots * slices * ranks; beyond, most of it would be for others."""
+
+_LEAST_RANK = 8
+"""Ranks below share a product: narrower ones cost the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class StackedWeights(LoRAWeights):
+    """Weights whose memory lets the first ranks of all slots be one matrix.
+
+    A lies as `[R, n_slices, S, K]` and B as `[S, R, N]`; `a` and `b` are views of the contract's
+    shapes.
+    """
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_slots: int,
+        max_rank: int,
+        in_features: int,
+        layout: SliceLayout,
+        embedding: bool,
+    ) -> StackedWeights | None:
+        """Room on the CPU in float32, every rank 0; None where this form would not pay."""
+        n, out = layout.num_slices, layout.out_features
+        if num_slots * n * max_rank > _MAX_PRODUCT:
+            return None
+        if embedding:
+            a = torch.zeros(num_slots, in_features, max_rank)
+        else:
+            a = torch.zeros(max_rank, n, num_slots, in_features).permute(2, 1, 0, 3)
+        return cls(
+            a=a,
+            b=torch.zeros(num_slots, max_rank, out).mT,
+            ranks=torch.zeros(num_slots, n, dtype=torch.int32),
+            scalings=torch.zeros(num_slots, n),
+            layout=layout,
+        )
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """`[S * R, N]`: B's columns, as rows."""
+        return self.b.mT.view(-1, self.layout.out_features)
+
+    @cached_property
+    def products(self) -> dict[int, Tensor]:
+        """Rank class c -> `[K, c * n_slices * S]`, the first c ranks of every slice and slot."""
+        memory = self.a.permute(2, 1, 0, 3)  # [R, n, S, K]
+        classes = {_rank_class(rank, self.max_rank) for rank in range(1, self.max_rank + 1)}
+        return {c: memory[:c].view(-1, self.in_features).T for c in classes}
+
+    @cached_property
+    def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Views of ranks and scalings that cost no call of torch to read."""
+        return self.ranks.numpy(), self.scalings.numpy()
+
+    def plan(
+        self, row_slots: tuple[int, ...], scales: tuple[float, ...] | None, num_rows: int
+    ) -> Plan:
+        """Which numbers of which product belong to which row.
+
+        Args:
+            row_slots: slot of every row of a request.
+            scales: factor of every such row, None for 1.
+            num_rows: T', rows of x, padding included.
+        """
+        ranks, scalings = self._numbers
+        return _plan(
+            row_slots,
+            scales,
+            num_rows,
+            ranks.shape,
+            self.max_rank,
+            ranks.tobytes(),
+            scalings.tobytes(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SlicePlan:
+    """Indices of one slice; one entry per (row, rank of its slot) unless said otherwise."""
+
+    p: Tensor  # into the products, flat, one after the other
+    h: Tensor  # into h `[T', n_slices, R]`, flat
+    column: Tensor  # into `StackedWeights.columns`
+    factor: Tensor  # scaling of the slot, times scale of the row
+    bags: Tensor  # [rows with a delta] where each begins
+    rows: Tensor | None  # those rows; None: the first ones, without a gap
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Indices of one site and batch."""
+
+    classes: tuple[int, ...]  # rank classes that a product is needed for
+    slices: tuple[SlicePlan | None, ...]  # None: no row has a delta there
+
+
+def shrink(x: Tensor, weights: StackedWeights, plan: Plan) -> Tensor:
+    """`h [T', n_slices, R]`, float32; only live entries are set."""
+    h = torch.empty(x.shape[0], weights.layout.num_slices, weights.max_rank)
+    p = _products(x, weights, plan)
+    for part in plan.slices:
+        if part is not None:
+            h.view(-1).index_copy_(0, part.h, p.index_select(0, part.p))
+    return h
+
+
+def expand(h: Tensor, weights: StackedWeights, out: Tensor, plan: Plan) -> None:
+    """`out [T', N]` += the scaled delta of every live row."""
+    flat = h.view(-1)
+    for s, part in enumerate(plan.slices):
+        if part is not None:
+            _add(flat.index_select(0, part.h), weights, out, s, part)
+
+
+def add_delta(x: Tensor, weights: StackedWeights, out: Tensor, plan: Plan) -> None:
+    """Both at once, without h in between; the same bits."""
+    p = _products(x, weights, plan)
+    for s, part in enumerate(plan.slices):
+        if part is not None:
+            _add(p.index_select(0, part.p), weights, out, s, part)
+
+
+def _products(x: Tensor, weights: StackedWeights, plan: Plan) -> Tensor:
+    found = [torch.mm(x, weights.products[c]).view(-1) for c in plan.classes]
+    return found[0] if len(found) == 1 else torch.cat(found or [x.new_empty(0)])
+
+
+def _add(live: Tensor, weights: StackedWeights, out: Tensor, s: int, part: SlicePlan) -> None:
+    columns, offsets = weights.columns, weights.layout.offsets
+    if len(offsets) > 2:
+        span = slice(offsets[s], offsets[s + 1])
+        columns, out = columns[:, span], out[:, span]
+    delta = torch.embedding_bag(
+        columns, part.column, part.bags, False, 0, False, live.mul_(part.factor)
+    )[0]
+    if part.rows is not None:
+        out.index_add_(0, part.rows, delta)
+    elif delta.shape[0] == out.shape[0]:
+        out.add_(delta)
+    else:
+        out[: delta.shape[0]].add_(delta)
+
+
+def _rank_class(rank: int, max_rank: int) -> int:
+    """The rank rounded up to a power of two."""
+    return min(max(_LEAST_RANK, 1 << (rank - 1).bit_length()), max_rank)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    row_slots: tuple[int, ...],
+    scales: tuple[float, ...] | None,
+    num_rows: int,
+    shape: tuple[int, int],
+    max_rank: int,
+    rank_bytes: bytes,
+    scaling_bytes: bytes,
+) -> Plan:
+    ranks = np.frombuffer(rank_bytes, np.int32).reshape(shape).tolist()
+    scalings = np.frombuffer(scaling_bytes, np.float32).reshape(shape).tolist()
+    num_slots, n = shape
+    used = {rank for slot in row_slots if slot != NO_LORA for rank in ranks[slot] if rank}
+    classes = sorted({_rank_class(rank, max_rank) for rank in used})
+    widths = [c * n * num_slots for c in classes]  # of the products, which lie one after the other
+    begins = dict(zip(classes, accumulate([num_rows * w for w in widths], initial=0), strict=False))
+
+    def slice_plan(s: int) -> SlicePlan | None:
+        rows = [row for row, slot in enumerate(row_slots) if slot != NO_LORA and ranks[slot][s]]
+        if not rows:
+            return None
+        live = [(row, row_slots[row], r) for row in rows for r in range(ranks[row_slots[row]][s])]
+
+        def index(row: int, slot: int, r: int) -> int:
+            c = _rank_class(ranks[slot][s], max_rank)
+            return begins[c] + row * (c * n * num_slots) + (r * n + s) * num_slots + slot
+
+        bags = accumulate((ranks[row_slots[row]][s] for row in rows[:-1]), initial=0)
+        return SlicePlan(
+            p=_ints(index(*entry) for entry in live),
+            h=_ints((row * n + s) * max_rank + r for row, _, r in live),
+            column=_ints(slot * max_rank + r for _, slot, r in live),
+            factor=torch.tensor(
+                [
+                    scalings[slot][s] * (1.0 if scales is None else scales[row])
+                    for row, slot, _ in live
+                ]
+            ),
+            bags=_ints(bags),
+            rows=None if rows == list(range(len(rows))) else _ints(rows),
+        )
+
+    return Plan(classes=tuple(classes), slices=tuple(slice_plan(s) for s in range(n)))
+
+
+def _ints(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
