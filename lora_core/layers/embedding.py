@@ -74,7 +74,7 @@ class LoRAEmbedding(LoRALayer):
             unchanged: Tensor = self.base_layer(input_ids)
             return unchanged
         out = backend.embedding(input_ids.reshape(-1), self.base, weights)
-        return self._scale(out.view(*input_ids.shape, out.shape[-1]))
+        return self._scale(out.view(input_ids.shape + out.shape[-1:]))
 
     def _scale(self, out: Tensor) -> Tensor:
         if not self.scaled:

@@ -141,16 +141,19 @@ class LoRALinear(LoRALayer):
             unchanged: Tensor = self.base_layer(x)
             return unchanged
         self.refuse_training(x)
-        rows, base = x, self.base
-        if x.dim() != 2 or x.stride(1) != 1:
+        base = self.base
+        if x.is_contiguous():
+            rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        elif x.dim() == 2 and x.stride(1) == 1:
+            rows = x
+        else:
             rows = x.reshape(-1, x.shape[-1]).contiguous()
-            if not x.is_contiguous():
-                base = _WholeInput(base, x, rows)
+            base = _WholeInput(base, x, rows)
         if logits_pass is None:
             out = backend.linear(rows, base, weights)
         else:
             out = backend.lm_head(rows, base, weights, logits_pass=logits_pass)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+        return out if x.dim() == 2 else out.view(x.shape[:-1] + out.shape[-1:])
 
 
 def view_linear(module: nn.Module) -> PlainLinear:

@@ -341,3 +341,43 @@ def test_half_precision_is_as_near_to_fp32_as_peft_is(dtype, tmp_path):
             )
         ]
     assert errors[0] <= 1.2 * errors[1]
+
+
+def test_only_the_language_model_of_a_multimodal_one_is_wrapped(tmp_path):
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8,
+        patch_size=4, projection_dim=16,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=make_model("llama").config,
+        image_token_index=60,
+        vision_feature_layer=-1,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    targets = r".*language_model.*\.(q_proj|down_proj)"
+    folder = make_adapter(model, tmp_path, seed=0, r=2, target_modules=targets)
+    reference = peft_model(model, folder)
+    manager = attach(model, "torch")
+    manager.load_adapter("one", folder)
+    assert all("vision" not in name and "projector" not in name for name in manager.layers)
+    image = torch.randn(2, 3, 8, 8)
+    ids = torch.tensor([[60] * 4 + [5, 6, 7], [60] * 4 + [9, 8, 7]])
+    inputs = {"input_ids": ids, "pixel_values": image, "attention_mask": torch.ones_like(ids)}
+    mixed = model.generate(**inputs, **GREEDY, adapter_names=["one", None])
+    assert mixed[0].tolist() == reference.generate(**inputs, **GREEDY)[0].tolist()
+    with reference.disable_adapter():
+        assert mixed[1].tolist() == reference.generate(**inputs, **GREEDY)[1].tolist()
+
+
+def test_routed_experts_are_left_alone():
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, moe_intermediate_size=16, num_hidden_layers=1,
+        shared_expert_intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, decoder_sparse_step=1,
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM(config).eval()
+    names = set(attach(model, "torch").layers)
+    assert "model.layers.0.mlp.shared_expert.up_proj" in names
+    assert not [name for name in names if ".experts" in name]

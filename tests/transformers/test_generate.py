@@ -295,36 +295,37 @@ def test_continuous_batching_is_refused_by_name(attached):
             call()
 
 
+@pytest.fixture
+def graphs():
+    """A function: how many graphs dynamo has made in this test."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
 COMPILERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_compiled_static_cache(attached, compiler):
-    torch._dynamo.reset()
+def test_compiled_static_cache(attached, compiler, graphs):
     bench, _ = attached("llama")
     config = CompileConfig(backend=compiler, mode=None, fullgraph=True)
     config._compile_all_devices = True  # by default transformers compiles on accelerators only
-    counts = torch._dynamo.utils.counters
-    counts.clear()
-    graphs = []
+    options = {**GREEDY, "cache_implementation": "static", "compile_config": config}
     for names in (
         NAMES,
         ["dora", "embedding-head", None],
         [None] * 3,
         ["patterns"] * 3,
-        ["whole-head", *NAMES[:2]],
+        ["whole-head", "attention", None],
     ):
         inputs = prompts(3)
-        options = {**GREEDY, "cache_implementation": "static"}
-        mixed = bench.model.generate(
-            **inputs, **options, compile_config=config, adapter_names=names
-        )
+        mixed = bench.model.generate(**inputs, **options, adapter_names=names)
         assert_rows_equal_peft(bench, mixed, inputs, names, **GREEDY)
-        graphs.append(counts["stats"]["unique_graphs"])
-    assert graphs[0] >= 1  # it was compiled indeed
-    assert graphs[-1] <= 2
-    assert not counts["graph_break"]
-    torch._dynamo.reset()
+        assert 1 <= graphs() <= 2  # compiled indeed, and not again
 
 
 def test_greedy_tokens_are_the_same_over_many_runs(attached):
@@ -344,3 +345,23 @@ def test_neighbours_do_not_change_a_row(attached):
         first = bench.model(**inputs, adapter_names=["dora", "attention", None]).logits[1:]
         other = bench.model(**inputs, adapter_names=["all-rslora", "attention", None]).logits[1:]
     assert torch.equal(first, other)
+
+
+def test_a_model_compiled_by_hand(attached, graphs):
+    bench, manager = attached("llama")
+    inputs = {"input_ids": prompts(3)["input_ids"], "use_cache": False}
+    compiled = torch.compile(bench.model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for names in (NAMES, ["dora", "whole-head", "embedding-head"]):
+            expected = bench.model(**inputs, adapter_names=names).logits
+            with manager.batch([LoRARequest(name, 7) for name in names]):
+                torch.testing.assert_close(
+                    compiled(**inputs).logits, expected, rtol=1e-4, atol=1e-5
+                )
+        assert graphs() == 1
+        with pytest.raises(NoBatchPreparedError):
+            compiled(**inputs)
+        with pytest.raises(
+            Exception, match=r"UnsupportedOpError|adapter_names inside torch\.compile"
+        ):
+            compiled(**inputs, adapter_names=NAMES)

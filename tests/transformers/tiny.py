@@ -40,20 +40,21 @@ class Family:
     mlp: str = "down_proj"
     embedding: str = "embed_tokens"
     has_bias: bool = False
-    tied: bool = False
 
 
 FAMILIES = {
     "llama": Family("LlamaConfig", {"tie_word_embeddings": False}),
-    "qwen2": Family("Qwen2Config", {"tie_word_embeddings": True}, has_bias=True, tied=True),
+    "qwen2": Family("Qwen2Config", {"tie_word_embeddings": True}, has_bias=True),
     "qwen3": Family("Qwen3Config", {"tie_word_embeddings": False, "head_dim": 8}),
     "mistral": Family("MistralConfig", {"tie_word_embeddings": False, "sliding_window": 6}),
     "phi3": Family("Phi3Config", {"tie_word_embeddings": False}, attention=("qkv_proj",)),
+    "phi": Family("PhiConfig", {"tie_word_embeddings": False}, mlp="fc2", has_bias=True),
+    "gemma2": Family("Gemma2Config", {"head_dim": 8, "sliding_window": 6}),
     "gemma3": Family(
-        "Gemma3TextConfig", {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True}, tied=True
+        "Gemma3TextConfig", {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True}
     ),
     "gpt2": Family(
-        "GPT2Config", {}, attention=("c_attn",), mlp="c_proj", embedding="wte", has_bias=True, tied=True
+        "GPT2Config", {}, attention=("c_attn",), mlp="c_proj", embedding="wte", has_bias=True
     ),
 }  # fmt: skip
 
