@@ -1,0 +1,1 @@
+"""Formula, kernel, launcher: one operation per module."""

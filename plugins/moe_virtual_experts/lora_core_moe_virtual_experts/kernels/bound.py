@@ -1,0 +1,23 @@
+"""Launches by kernel and constants, bound once per process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lora_core.triton_kit import Launch
+
+_launches: dict[tuple[object, ...], Launch] = {}
+
+
+def bound(kernel: Any, **constants: Any) -> Launch:
+    """The launch of `kernel` with these constants and options, made at the first call.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        constants: as for `Launch`.
+    """
+    key = (kernel, *constants.values())
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = Launch(kernel, **constants)
+    return launch

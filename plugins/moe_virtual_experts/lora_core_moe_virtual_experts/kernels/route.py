@@ -1,0 +1,268 @@
+"""Routing: sort pairs by virtual expert, cut the groups into tiles of at most BM pairs.
+
+    order[p] = pair at place p of a stable sort by key
+    tile     = (key, first place, pairs)
+
+Counting, not sorting: a pair's place is how many pairs have a smaller key, plus how many earlier
+pairs have the same. All of it is integer sums in fixed order, without atomics, and no table lives in
+shared memory, so slots * experts has no limit there. Few pairs are compared with each other in one
+launch. Many are compared within chunks; counts per (chunk, key) then become places by prefix sums.
+"""
+
+# Triton reads the parameters of kernels itself, annotations would be noise:
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201, ANN202
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lora_core.moe import MoERouting
+from lora_core_moe_virtual_experts.kernels.bound import bound
+from lora_core_moe_virtual_experts.kernels.keys import load_keys
+
+TILE_WORDS = 4  # key, first place, pairs, unused: one aligned vector
+
+
+@triton.jit
+def _store_tile(p_tile, key, first, pairs, mask):
+    tl.store(p_tile, key, mask=mask)
+    tl.store(p_tile + 1, first, mask=mask)
+    tl.store(p_tile + 2, pairs, mask=mask)
+
+
+@triton.jit
+def route_few(
+    p_ids,  # [P] - expert ids
+    p_slots,  # [T] int32 - slots of the rows
+    p_map,  # [G] - global id -> local expert
+    p_order,  # [P] int32, out - pairs by place
+    p_tiles,  # [P, 4] int32, out - the tile that begins at a place, of 0 pairs where none does
+    p_num_tiles,  # [1] int32, out
+    P,
+    G,
+    S,
+    E,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """BR pairs against all others, BC at a time."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    m_rows = rows < P
+    keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
+    smaller = tl.zeros([BR], tl.int32)
+    equal = tl.zeros([BR], tl.int32)
+    earlier = tl.zeros([BR], tl.int32)
+    for start in range(0, P, BC):
+        others = start + tl.arange(0, BC)
+        m_others = others < P
+        found = load_keys(p_ids, p_slots, p_map, others, m_others, G, S, E, TOP_K, HAS_MAP)
+        same = (found[None, :] == keys[:, None]) & m_others[None, :]  # [BR, BC]
+        smaller += tl.sum((found[None, :] < keys[:, None]).to(tl.int32), 1)
+        equal += tl.sum(same.to(tl.int32), 1)
+        earlier += tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
+    places = smaller + earlier
+    begins = earlier % BM == 0
+    tl.store(p_order + places, rows, mask=m_rows)
+    pairs = tl.where(begins, tl.minimum(equal - earlier, BM), 0)
+    _store_tile(p_tiles + places * 4, keys, places, pairs, m_rows)
+    if tl.program_id(0) == 0:
+        tl.store(p_num_tiles, P)
+
+
+@triton.jit
+def count_chunks(
+    p_ids,  # [P] - expert ids
+    p_slots,  # [T] int32 - slots of the rows
+    p_map,  # [G] - global id -> local expert
+    p_earlier,  # [P] int32, out - earlier pairs of the same chunk and key
+    p_counts,  # [chunks, KEYS] int32, zero, out - pairs of each key in a chunk
+    P,
+    G,
+    S,
+    E,
+    KEYS,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """BR pairs against the others of their chunk."""
+    first = tl.program_id(0) * BR
+    rows = first + tl.arange(0, BR)
+    m_rows = rows < P
+    chunk = first // CHUNK
+    others = chunk * CHUNK + tl.arange(0, CHUNK)
+    m_others = others < P
+    keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
+    found = load_keys(p_ids, p_slots, p_map, others, m_others, G, S, E, TOP_K, HAS_MAP)
+    same = (found[None, :] == keys[:, None]) & m_others[None, :]  # [BR, CHUNK]
+    equal = tl.sum(same.to(tl.int32), 1)
+    earlier = tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
+    tl.store(p_earlier + rows, earlier, mask=m_rows)
+    p_count = p_counts + chunk.to(tl.int64) * KEYS + keys
+    tl.store(p_count, equal, mask=m_rows & (earlier == 0))
+
+
+@triton.jit
+def scan_counts(
+    p_counts,  # [chunks, KEYS] int32, changed - becomes the pairs of that key in earlier chunks
+    p_totals,  # [3, KEYS] int32, out - per key: pairs, and pairs and tiles of earlier keys in its block
+    p_blocks,  # [2, blocks] int32, out - pairs and tiles of each block of keys
+    CHUNKS,
+    KEYS,
+    BM: tl.constexpr,
+    BCH: tl.constexpr,
+    BKEY: tl.constexpr,
+):
+    """BKEY keys over all chunks, BCH at a time: column sums, then sums within the block."""
+    block = tl.program_id(0)
+    keys = block * BKEY + tl.arange(0, BKEY)
+    m_keys = keys < KEYS
+    totals = tl.zeros([BKEY], tl.int32)
+    for start in range(0, CHUNKS, BCH):
+        chunks = start + tl.arange(0, BCH)
+        mask = (chunks < CHUNKS)[:, None] & m_keys[None, :]
+        p_here = p_counts + chunks.to(tl.int64)[:, None] * KEYS + keys[None, :]
+        counts = tl.load(p_here, mask=mask, other=0)  # [BCH, BKEY]
+        before = tl.cumsum(counts, 0) - counts
+        tl.store(p_here, totals[None, :] + before, mask=mask)
+        totals += tl.sum(counts, 0)
+    tiles = (totals + BM - 1) // BM
+    tl.store(p_totals + keys, totals, mask=m_keys)
+    tl.store(p_totals + KEYS + keys, tl.cumsum(totals, 0) - totals, mask=m_keys)
+    tl.store(p_totals + 2 * KEYS + keys, tl.cumsum(tiles, 0) - tiles, mask=m_keys)
+    tl.store(p_blocks + block, tl.sum(totals, 0))
+    tl.store(p_blocks + tl.num_programs(0) + block, tl.sum(tiles, 0))
+
+
+@triton.jit
+def place_pairs(
+    p_ids,  # [P] - expert ids
+    p_slots,  # [T] int32 - slots of the rows
+    p_map,  # [G] - global id -> local expert
+    p_earlier,  # [P] int32 - earlier pairs of the same chunk and key
+    p_counts,  # [chunks, KEYS] int32 - pairs of that key in earlier chunks
+    p_totals,  # [3, KEYS] int32 - see scan_counts
+    p_blocks,  # [2, blocks] int32
+    p_order,  # [P] int32, out - pairs by place
+    p_tiles,  # [tiles, 4] int32, out
+    p_num_tiles,  # [1] int32, out
+    P,
+    G,
+    S,
+    E,
+    KEYS,
+    BLOCKS,
+    TOP_K: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BM: tl.constexpr,
+    BKEY: tl.constexpr,
+    BB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """BR pairs: where each goes, and the tiles that begin with one of them."""
+    first = tl.program_id(0) * BR
+    rows = first + tl.arange(0, BR)
+    m_rows = rows < P
+    keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
+    blocks = tl.arange(0, BB)
+    m_blocks = blocks < BLOCKS
+    pairs_of = tl.load(p_blocks + blocks, mask=m_blocks, other=0)
+    tiles_of = tl.load(p_blocks + BLOCKS + blocks, mask=m_blocks, other=0)
+    lower = blocks[None, :] < (keys // BKEY)[:, None]  # [BR, BB]
+    pairs_before = tl.sum(tl.where(lower, pairs_of[None, :], 0), 1)
+    tiles_before = tl.sum(tl.where(lower, tiles_of[None, :], 0), 1)
+
+    p_chunk = p_counts + (first // CHUNK).to(tl.int64) * KEYS + keys
+    rank = tl.load(p_earlier + rows, mask=m_rows, other=0) + tl.load(p_chunk, mask=m_rows, other=0)
+    total = tl.load(p_totals + keys, mask=m_rows, other=0)
+    places = pairs_before + tl.load(p_totals + KEYS + keys, mask=m_rows, other=0) + rank
+    tiles = tiles_before + tl.load(p_totals + 2 * KEYS + keys, mask=m_rows, other=0) + rank // BM
+    tl.store(p_order + places, rows, mask=m_rows)
+    m_tile = m_rows & (rank % BM == 0)
+    _store_tile(p_tiles + tiles * 4, keys, places, tl.minimum(total - rank, BM), m_tile)
+    if tl.program_id(0) == 0:
+        tl.store(p_num_tiles, tl.sum(tiles_of, 0))
+
+
+FEW_PAIRS = 2048
+"""Comparing all with all costs P * P: up to here cheaper than two more launches."""
+_CHUNK = 256
+_ROWS = 32
+_MAX_BLOCKS = 128  # blocks of keys, so that placing compares each pair with few
+_SCAN_ELEMENTS = 8192
+
+
+def max_tiles(routing: MoERouting, block_m: int) -> int:
+    """A bound on the tiles of any routing of these sizes: what the grids of other kernels cover."""
+    pairs, keys = routing.topk_ids.numel(), routing.num_slots * routing.num_experts + 1
+    return pairs if pairs <= FEW_PAIRS else min(pairs, pairs // block_m + keys)
+
+
+def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the pairs of a routing on its device.
+
+    Args:
+        routing: with slots.
+        block_m: BM, most pairs of a tile.
+
+    Returns:
+        order int32 `[P]`; tiles int32 `[max_tiles, 4]` of (key, first place, pairs, unused); and how
+        many of them exist, int32 `[1]`.
+    """
+    ids, slots, mapping = routing.topk_ids, routing.slots, routing.expert_map
+    assert slots is not None
+    pairs, device = ids.numel(), ids.device
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(max_tiles(routing, block_m), TILE_WORDS, dtype=torch.int32, device=device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    kinds = {"TOP_K": routing.top_k, "HAS_MAP": mapping is not None}
+    sources = (ids, slots, ids if mapping is None else mapping)
+    sizes = (
+        pairs,
+        0 if mapping is None else mapping.shape[0],
+        routing.num_slots,
+        routing.num_experts,
+    )
+    programs = triton.cdiv(pairs, _ROWS)
+    if pairs <= FEW_PAIRS:
+        launch = bound(route_few, BM=block_m, BR=_ROWS, BC=128, **kinds)
+        launch((programs, 1, 1), *sources, order, tiles, num_tiles, *sizes)
+        return order, tiles, num_tiles
+
+    keys = routing.num_slots * routing.num_experts + 1
+    chunks = triton.cdiv(pairs, _CHUNK)
+    key_block = max(16, triton.next_power_of_2(triton.cdiv(keys, _MAX_BLOCKS)))
+    blocks = triton.cdiv(keys, key_block)
+    chunk_block = min(_CHUNK, max(1, _SCAN_ELEMENTS // key_block), triton.next_power_of_2(chunks))
+    earlier = torch.empty(pairs, dtype=torch.int32, device=device)
+    counts = torch.zeros(chunks, keys, dtype=torch.int32, device=device)
+    totals = torch.empty(3, keys, dtype=torch.int32, device=device)
+    sums = torch.empty(2, blocks, dtype=torch.int32, device=device)
+    count = bound(count_chunks, CHUNK=_CHUNK, BR=_ROWS, **kinds)
+    count((programs, 1, 1), *sources, earlier, counts, *sizes, keys)
+    scan = bound(scan_counts, BM=block_m, BCH=chunk_block, BKEY=key_block, num_warps=8)
+    scan((blocks, 1, 1), counts, totals, sums, chunks, keys)
+    place = bound(
+        place_pairs,
+        BM=block_m,
+        BKEY=key_block,
+        BB=triton.next_power_of_2(blocks),
+        CHUNK=_CHUNK,
+        BR=_ROWS,
+        **kinds,
+    )
+    place(
+        (programs, 1, 1),
+        *(*sources, earlier, counts, totals, sums, order, tiles, num_tiles),
+        *(*sizes, keys, blocks),
+    )
+    return order, tiles, num_tiles
