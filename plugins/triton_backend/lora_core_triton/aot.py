@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_core.triton_kit import AotCase, Tile
+from lora_core.triton_kit import AotCase, Tile, TileTable
 from lora_core.weights import SliceLayout
 from lora_core_triton import expand, shrink, tables
 
@@ -24,7 +24,7 @@ def _fits(tile: Tile, table_tiles_of_float32: list[Tile], size: int) -> bool:
     return (tile in table_tiles_of_float32) == (size == 4)
 
 
-def _float32(table: tables.TileTable) -> list[Tile]:
+def _float32(table: TileTable) -> list[Tile]:
     return [rule.tile for rule in table.rules if rule.where.get("bytes") == (4, 4)]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lora_core.backend import BackendConfig, BaseModule, LoRABackend
 from lora_core.batch import NO_LORA, BatchInfo, LoRABatch, RequestTable
@@ -17,10 +18,10 @@ from lora_core.errors import BatchMismatchError, TensorMismatchError, Unsupporte
 from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
-from lora_core_triton import tables, worklist
+from lora_core_triton import tables
 from lora_core_triton.expand import expand
 from lora_core_triton.shrink import shrink
-from lora_core_triton.worklist import Room, WorkList
+from lora_core_triton.worklist import Room, Segments, WorkList, copy_list, fill, lay_out, most_tiles
 
 _COUNTERS = 1 << 14
 """Words of `workspace.sync`: tiles times column blocks of the largest batch whose sums are split."""
@@ -70,6 +71,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         )
 
     @classmethod
+    @override
     def unavailable_reason(cls, device: torch.device | None = None) -> str | None:
         reason = super().unavailable_reason(device)
         if reason is None or INTERPRETED:
@@ -78,33 +80,37 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
 
     # -- batch state -----------------------------------------------------------------------------
 
+    @override
     def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> TritonBatchInfo:
-        self.reset_batch_state()
+        previous = self.batch_info
+        self.batch_info = None
+        try:
+            info = self._prepare(batch, graph)
+        except BaseException:
+            if previous is not None and previous.graph is not None:
+                self._neutralise(previous.graph)
+            raise
+        if previous is not None and previous.graph not in (None, graph):
+            self._neutralise(previous.graph)  # the same kind is overwritten as a whole
+        self.batch_info = info
+        return info
+
+    def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> TritonBatchInfo:
         requests = len(batch.lengths)
-        slots = np.array(batch.slots, np.int32)
-        scales = None if batch.scales is None else np.array(batch.scales, np.float32).view(np.int32)
-        covered = [np.array(batch.lengths, np.int32)]
-        covered += [np.array(kept, np.int32) for kept in batch.logits]
-        if graph is not None and not batch.logits:
-            covered.append(covered[0])  # a captured lm_head reads the second list, whoever replays
-        starts = []
-        for lengths in covered:
-            indptr = np.zeros(requests + 1, np.int32)
-            np.cumsum(lengths, out=indptr[1:])
-            starts.append(indptr)
-        segments = [
-            worklist.live_segments(slots, lengths, indptr, scales)
-            for lengths, indptr in zip(covered, starts, strict=True)
-        ]
-        tokens = int(starts[0][-1])
+        slots = np.fromiter(batch.slots, np.int32, requests)
+        scales = None
+        if batch.scales is not None:
+            scales = np.fromiter(batch.scales, np.float32, requests).view(np.int32)
+        lists = [Segments.of(slots, batch.lengths, scales)]
+        lists += [Segments.of(slots, kept, scales) for kept in batch.logits]
+        whole = lists[0]
 
         if graph is None:
-            rooms = _eager_rooms(requests, segments, [int(indptr[-1]) for indptr in starts])
-            room_requests = requests
+            rooms, room_requests = tuple(_eager_rooms(requests, lists)), requests
             meta = torch.empty(rooms[-1].end, dtype=torch.int32, device=self.device)
         else:
             room_requests, max_tokens = self._require_graph(
-                graph, requests=requests, tokens=tokens, passes=len(batch.logits)
+                graph, requests=requests, tokens=whole.num_rows, passes=len(batch.logits)
             )
             rooms = _graph_rooms(graph, room_requests, max_tokens)
             meta = self.workspace.static[graph]
@@ -112,41 +118,43 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         words = meta.numel()
         entry = self.workspace.staging.acquire(words)
         host = entry.host[:words]
-        host[: requests + 1] = starts[0]
-        host[requests + 1 : room_requests + 1] = tokens
+        host[: requests + 1] = whole.indptr
+        host[requests + 1 : room_requests + 1] = whole.num_rows
         host[slots_at : slots_at + requests] = slots
         host[slots_at + requests : slots_at + room_requests] = NO_LORA
-        lists = [
-            worklist.fill(host, room, live, int(indptr[-1]))
-            for room, live, indptr in zip(rooms, segments, starts, strict=True)
-        ]
+        works = [fill(host, room, segments) for room, segments in zip(rooms, lists, strict=False)]
+        if len(works) < len(rooms):  # a captured lm_head reads the second list, whoever replays
+            works.append(copy_list(host, works[0], rooms[1]))
         entry.send(meta)
+
+        row_ends, of_requests = meta[: requests + 1], meta[slots_at : slots_at + requests]
         static = None
         if graph is not None:
             static = RequestTable(
                 meta[: room_requests + 1], meta[slots_at : slots_at + room_requests]
             )
-        self.batch_info = TritonBatchInfo(
-            num_tokens=tokens,
+        return TritonBatchInfo(
+            num_tokens=whole.num_rows,
             mode=batch.mode,
             graph=graph,
-            has_active_lora=len(segments[0][0]) > 0,
-            req_seg_indptr=meta[: requests + 1],
-            req_slots=meta[slots_at : slots_at + requests],
+            has_active_lora=works[0].num_tiles > 0,
+            req_seg_indptr=row_ends,
+            req_slots=of_requests,
             static_requests=static,
             meta=meta,
-            work=lists[0],
-            passes=tuple(lists[1:]) or (lists[0],),
-            highest_slot=int(segments[0][0].max(initial=NO_LORA)),
+            work=works[0],
+            passes=tuple(works[1:]) or (works[0],),
+            highest_slot=int(whole.slots.max(initial=NO_LORA)),
         )
-        return self.batch_info
 
+    @override
     def reset_batch_state(self) -> None:
         info = self.batch_info
         self.batch_info = None
         if info is not None and info.graph is not None:
             self._neutralise(info.graph)
 
+    @override
     def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
         if kind not in self.capabilities.graphs:
             raise UnsupportedOpError(
@@ -166,6 +174,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         static.fill_(NO_LORA)
         static[: self.workspace.graph_room[kind].max_requests + 1].zero_()
 
+    @override
     def allocate_weights(
         self,
         *,
@@ -192,12 +201,14 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
 
     # -- ops -------------------------------------------------------------------------------------
 
+    @override
     def shrink(self, x: Tensor, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("shrink", x, weights)
         self._require_work("shrink", x.shape[0], info, info.work, weights)
         self._require_last_contiguous("shrink", "x", x)
         return self._shrink(x, weights, info, info.work)
 
+    @override
     def expand(self, h: Tensor, weights: LoRAWeights, out: Tensor) -> Tensor:
         info = self._require_batch("expand")
         expected = (out.shape[0], weights.layout.num_slices, weights.max_rank)
@@ -220,10 +231,12 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         self._expand(h, weights, out, info, info.work)
         return out
 
+    @override
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("linear", x, weights)
         return self._linear("linear", x, base, weights, info, info.work)
 
+    @override
     def lm_head(
         self, x: Tensor, base: BaseModule, weights: LoRAWeights, *, logits_pass: int = 0
     ) -> Tensor:
@@ -235,6 +248,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
             )
         return self._linear("lm_head", x, base, weights, info, info.passes[logits_pass])
 
+    @override
     def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_batch("embedding")
         if input_ids.dim() != 1 or not weights.is_embedding or input_ids.is_floating_point():
@@ -321,7 +335,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         segments = self.workspace.graph_room[info.graph].max_requests
         if work.room.gathered:
             segments = weights.num_slots
-        return min(worklist.most_tiles(rows, segments, work.room.tile_rows), work.room.max_tiles)
+        return min(most_tiles(rows, segments, work.room.tile_rows), work.room.max_tiles)
 
     # -- checks, host integers only -----------------------------------------------------------------
 
@@ -356,7 +370,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that captured graphs fork to; always joined again within one op."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _slots_at(max_requests: int) -> int:
@@ -368,43 +382,23 @@ def _lists_at(max_requests: int) -> int:
     return _slots_at(max_requests) + (max_requests + 15) // 16 * 16
 
 
-def _eager_rooms(requests: int, segments: list[Any], rows: list[int]) -> list[Room]:
-    """Exactly the room that these lists fill."""
+def _eager_rooms(requests: int, lists: list[Segments]) -> list[Room]:
+    """Exactly the room that these lists need."""
     rooms: list[Room] = []
     at = _lists_at(requests)
-    for (_, _, lengths, _), num_rows in zip(segments, rows, strict=True):
-        gathered = num_rows <= tables.GATHERED_MAX_ROWS
+    for segments in lists:
+        gathered = segments.num_rows <= tables.GATHERED_MAX_ROWS
         tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-        live = int(lengths.sum())
-        most = (
-            worklist.most_tiles(live, len(lengths), tile_rows)
-            if gathered
-            else worklist.count_tiles(lengths, tile_rows)
-        )
-        rooms.append(
-            worklist.lay_out(
-                at, max_tiles=most, max_rows=live, tile_rows=tile_rows, gathered=gathered
-            )
-        )
-        at = rooms[-1].end
+        room = lay_out(at, segments.live_rows, len(segments.slots), tile_rows, gathered=gathered)
+        rooms.append(room)
+        at = room.end
     return rooms
 
 
-def _graph_rooms(kind: GraphKind, max_requests: int, max_tokens: int) -> list[Room]:
+@cache
+def _graph_rooms(kind: GraphKind, max_requests: int, max_tokens: int) -> tuple[Room, Room]:
     """Room for any batch of a graph kind: all rows, and the rows of one lm_head pass."""
-    gathered = kind != "prefill" or max_tokens <= tables.GATHERED_MAX_ROWS
+    gathered = kind != "prefill"
     tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-    rooms: list[Room] = []
-    at = _lists_at(max_requests)
-    for _ in range(2):
-        rooms.append(
-            worklist.lay_out(
-                at,
-                max_tiles=worklist.most_tiles(max_tokens, max_requests, tile_rows),
-                max_rows=max_tokens,
-                tile_rows=tile_rows,
-                gathered=gathered,
-            )
-        )
-        at = rooms[-1].end
-    return rooms
+    first = lay_out(_lists_at(max_requests), max_tokens, max_requests, tile_rows, gathered=gathered)
+    return first, lay_out(first.end, max_tokens, max_requests, tile_rows, gathered=gathered)

@@ -10,8 +10,8 @@ of them and nothing is read or computed past a rank.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
-# mypy: allow-untyped-defs
-# ruff: noqa: ANN001, ANN201
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201, D103
 
 from __future__ import annotations
 

@@ -19,14 +19,16 @@ compiled twice for the same shape:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lora_core.batch import NO_LORA
 
-Ints = NDArray[np.int32]
+Ints = NDArray[np.signedinteger]
 ONE = int(np.float32(1.0).view(np.int32))
 """The bits of the scale 1.0."""
 
@@ -69,12 +71,66 @@ class WorkList:
     num_tiles: int
 
 
-def lay_out(at: int, *, max_tiles: int, max_rows: int, tile_rows: int, gathered: bool) -> Room:
-    """Reserve the words of one list from offset `at` (divisible by 16) on."""
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The rows of every request in one list: of the batch, or of one lm_head pass.
+
+    Attributes:
+        indptr: [bs + 1], rows of request i are indptr[i] .. indptr[i + 1].
+        num_rows: rows that belong to requests.
+        slots, first, lengths: slot, first row and rows of each request with rows and an adapter.
+        scales: its scale's bits, or None for 1.
+        live_rows: the sum of `lengths`.
+    """
+
+    indptr: Ints
+    num_rows: int
+    slots: Ints
+    first: Ints
+    lengths: Ints
+    scales: Ints | None
+    live_rows: int
+
+    @classmethod
+    def of(cls, slots: Ints, lengths: Sequence[int], scales: Ints | None) -> Segments:
+        """Segments of requests with these slots, rows and scale bits."""
+        requests = len(slots)
+        if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
+            indptr, rows = _one_each(requests)
+        else:
+            rows = np.fromiter(lengths, np.int32, requests)
+            indptr = np.zeros(requests + 1, np.int32)
+            rows.cumsum(out=indptr[1:])
+        num_rows = live_rows = int(indptr[-1])
+        first = indptr[:-1]
+        live = np.minimum(rows - 1, slots) >= 0
+        if not live.all():
+            slots, first, rows = slots[live], first[live], rows[live]
+            scales = None if scales is None else scales[live]
+            live_rows = int(rows.sum())
+        return cls(indptr, num_rows, slots, first, rows, scales, live_rows)
+
+
+@lru_cache(maxsize=64)
+def _one_each(requests: int) -> tuple[Ints, Ints]:
+    """(indptr, rows) of requests of one row: the usual decode."""
+    return np.arange(requests + 1, dtype=np.int32), np.ones(requests, np.int32)
+
+
+def lay_out(at: int, rows: int, segments: int, tile_rows: int, *, gathered: bool) -> Room:
+    """Reserve the words of one list from offset `at` (divisible by 16) on.
+
+    Args:
+        at: first free word.
+        rows: most rows with an adapter.
+        segments: most requests with an adapter.
+        tile_rows: rows of a tile.
+        gathered: which form.
+    """
+    max_tiles = most_tiles(rows, segments, tile_rows)
     rows_at = at + _up(4 * max_tiles)
-    scales_at = rows_at + (_up(max_rows) if gathered else 0)
-    end = scales_at + (_up(max_rows) if gathered else 0)
-    return Room(at, rows_at, scales_at, end, max_tiles, tile_rows, gathered)
+    each = _up(rows) if gathered else 0
+    return Room(at, rows_at, rows_at + each, rows_at + 2 * each, max_tiles, tile_rows, gathered)
 
 
 def most_tiles(rows: int, segments: int, tile_rows: int) -> int:
@@ -83,73 +139,54 @@ def most_tiles(rows: int, segments: int, tile_rows: int) -> int:
     return segments + (rows - segments) // tile_rows
 
 
-def live_segments(
-    slots: Ints, lengths: Ints, indptr: Ints, scales: Ints | None
-) -> tuple[Ints, Ints, Ints, Ints | None]:
-    """(slot, first row, length, scale bits) of the requests that have rows and an adapter."""
-    live = (slots != NO_LORA) & (lengths > 0)
-    if live.all():
-        return slots, indptr[:-1], lengths, scales
-    return slots[live], indptr[:-1][live], lengths[live], None if scales is None else scales[live]
-
-
-def count_tiles(lengths: Ints, tile_rows: int) -> int:
-    """Tiles of contiguous segments."""
-    return int(((lengths + (tile_rows - 1)) // tile_rows).sum())
-
-
-def fill(
-    host: Ints, room: Room, segments: tuple[Ints, Ints, Ints, Ints | None], num_rows: int
-) -> WorkList:
-    """Write one list into the host buffer, its tail dead.
-
-    Args:
-        host: the whole buffer.
-        room: where to write.
-        segments: as `live_segments` returns them.
-        num_rows: rows that belong to requests.
-    """
-    slots, first, lengths, scales = segments
+def fill(host: Ints, room: Room, segments: Segments) -> WorkList:
+    """Write one list into the host buffer, its tail dead."""
+    slots, first, lengths, scales = (
+        segments.slots,
+        segments.first,
+        segments.lengths,
+        segments.scales,
+    )
     if room.gathered and len(slots):
-        rows = _rows_of(first, lengths)
-        per_row = slots if len(rows) == len(slots) else np.repeat(slots, lengths)
-        order = np.argsort(per_row, kind="stable")
-        host[room.rows_at : room.rows_at + len(rows)] = rows[order]
-        bits = host[room.scales_at : room.scales_at + len(rows)]
-        if scales is None:
-            bits[:] = ONE
-        else:
-            per_row_scale = scales if len(rows) == len(slots) else np.repeat(scales, lengths)
-            bits[:] = per_row_scale[order]
+        rows = slice(room.rows_at, room.rows_at + segments.live_rows)
+        bits = slice(room.scales_at, room.scales_at + segments.live_rows)
+        per_row, row = slots, first
+        if segments.live_rows != len(slots):
+            per_row, row = np.repeat(slots, lengths), _rows_of(first, lengths)
+            scales = None if scales is None else np.repeat(scales, lengths)
+        order = per_row.argsort(kind="stable")
+        host[rows] = row[order]
+        host[bits] = ONE if scales is None else scales[order]
         by_slot = np.bincount(per_row)
-        slots = np.flatnonzero(by_slot)
+        slots = by_slot.nonzero()[0]
         lengths, scales = by_slot[slots], None
-        first = np.cumsum(lengths) - lengths
+        first = lengths.cumsum() - lengths
     per_segment = (lengths + (room.tile_rows - 1)) // room.tile_rows
     total = int(per_segment.sum())
     tiles = host[room.tiles_at : room.tiles_at + 4 * room.max_tiles].reshape(room.max_tiles, 4)
-    if total == len(slots):  # one tile each: the usual decode
-        tiles[:total, 0], tiles[:total, 1], tiles[:total, 2] = slots, first, lengths
-        tiles[:total, 3] = ONE if scales is None else scales
-    else:
-        segment = np.repeat(np.arange(len(slots)), per_segment)
-        before = np.cumsum(per_segment) - per_segment
-        done = (np.arange(total) - before[segment]) * room.tile_rows
-        tiles[:total, 0] = slots[segment]
-        tiles[:total, 1] = first[segment] + done
-        tiles[:total, 2] = np.minimum(lengths[segment] - done, room.tile_rows)
-        tiles[:total, 3] = ONE if scales is None else scales[segment]
+    if total != len(slots):
+        segment = np.arange(len(slots)).repeat(per_segment)
+        done = (np.arange(total) - (per_segment.cumsum() - per_segment)[segment]) * room.tile_rows
+        slots, first = slots[segment], first[segment] + done
+        lengths = np.minimum(lengths[segment] - done, room.tile_rows)
+        scales = None if scales is None else scales[segment]
+    live = tiles[:total]
+    live[:, 0], live[:, 1], live[:, 2] = slots, first, lengths
+    live[:, 3] = ONE if scales is None else scales
     tiles[total:, 0] = NO_LORA
-    return WorkList(room, num_rows, total)
+    return WorkList(room, segments.num_rows, total)
+
+
+def copy_list(host: Ints, source: WorkList, room: Room) -> WorkList:
+    """The same list once more, at another room of the same size."""
+    host[room.tiles_at : room.end] = host[source.room.tiles_at : source.room.end]
+    return WorkList(room, source.num_rows, source.num_tiles)
 
 
 def _rows_of(first: Ints, lengths: Ints) -> Ints:
     """All rows of the segments, in order."""
-    total = int(lengths.sum())
-    if total == len(first):
-        return first
-    before = np.cumsum(lengths) - lengths
-    return np.arange(total, dtype=np.int32) + np.repeat(first - before, lengths).astype(np.int32)
+    before = lengths.cumsum() - lengths
+    return np.arange(int(lengths.sum())) + (first - before).repeat(lengths)
 
 
 def _up(words: int) -> int:
