@@ -28,7 +28,9 @@ from lora_core.weights import LoRAWeights, SliceLayout
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _ORDERS = 4
-"""Orders of summation over which plain torch's own error is measured."""
+_SAMPLES = 128
+"""Plain torch's own error is measured over a few orders of summation; results of few entries, whose
+error is mostly chance, over as many as it takes to see this many."""
 
 Rank = int | tuple[int, ...]
 
@@ -417,7 +419,7 @@ class Problem:
         weights, case = self.weights, self.case
         assert self.base.weight is not None
         results = []
-        for order in self._orders(case.K):
+        for order in self._orders(case.K, sum(lengths) * self.layout.out_features):
             x_, w_ = x[:, order], self.base.weight[:, order]
             y = functional.linear(x_, w_, self.base.bias if weights.output_scale is None else None)
             begin = 0
@@ -445,7 +447,7 @@ class Problem:
         """Plain torch's float32 h from the same inputs."""
         weights, case = self.weights, self.case
         results = []
-        for order in self._orders(case.K):
+        for order in self._orders(case.K, case.tokens * self.layout.num_slices * case.R):
             h = torch.zeros(case.tokens, self.layout.num_slices, case.R, device=self.device)
             begin = 0
             for length, slot in zip(case.lengths, case.slots, strict=True):
@@ -462,7 +464,7 @@ class Problem:
         """Plain torch's `out + scaling * h @ B^T` in the case's dtype."""
         weights, case = self.weights, self.case
         results = []
-        for seed in range(_ORDERS):
+        for seed in range(_count(out.numel())):
             y = out.clone()
             begin = 0
             for request, (length, slot) in enumerate(zip(case.lengths, case.slots, strict=True)):
@@ -471,7 +473,7 @@ class Problem:
                     continue
                 for s, rank in enumerate(case.slice_ranks[slot]):
                     span = slice(self.layout.offsets[s], self.layout.offsets[s + 1])
-                    order = torch.randperm(rank, generator=torch.Generator().manual_seed(seed)).to(self.device)
+                    order = _order(rank, seed).to(self.device)
                     h_ = h[rows, s, :rank][:, order].to(self.dtype)
                     y[rows, span] += self._factor(slot, s, request) * (h_ @ weights.b[slot, span, :rank][:, order].T)
             results.append(y)
@@ -481,10 +483,18 @@ class Problem:
         scale = 1.0 if self.case.scales is None else self.case.scales[request]
         return float(self.weights.scalings[slot, s]) * scale
 
-    def _orders(self, size: int) -> Iterator[Tensor]:
-        for seed in range(_ORDERS):
-            order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-            yield order.to(self.device)
+    def _orders(self, size: int, entries: int) -> Iterator[Tensor]:
+        for seed in range(_count(entries)):
+            yield _order(size, seed).to(self.device)
+
+
+def _count(entries: int) -> int:
+    return max(_ORDERS, min(32, _SAMPLES // max(1, entries)))
+
+
+def _order(size: int, seed: int) -> Tensor:
+    """As it comes for seed 0, else shuffled."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(size)
 
 
 def _mm_float32(left: Tensor, right: Tensor) -> Tensor:

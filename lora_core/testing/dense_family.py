@@ -14,5 +14,6 @@ DENSE: Family[Subject] = Family(
         "lora_core.testing.dense_state",
         "lora_core.testing.dense_graphs",
         "lora_core.testing.dense_errors",
+        "lora_core.testing.dense_property",
     ),
 )
