@@ -156,6 +156,11 @@ class _Adapter:
     pinned: bool = False
     holds: int = 0
 
+    @property
+    def droppable(self) -> bool:
+        """Whether the host tier may ever give it up."""
+        return self.source is not None and not self.pinned
+
 
 @dataclass(eq=False)
 class _Lane:
@@ -308,9 +313,11 @@ class LoRAManager:
         """Forget all adapters and take the weights from the layers; a live batch is reset.
 
         Raises:
-            AdapterInUseError: an adapter is held by `acquire`.
+            AdapterInUseError: an adapter is held by `acquire`, or being loaded.
         """
         with self._changed:
+            if self._busy:
+                raise AdapterInUseError(f"close: other threads are loading {_names(self._busy)}")
             held = [adapter.name for adapter in self._adapters.values() if adapter.holds]
             if held:
                 raise AdapterInUseError(
@@ -495,13 +502,14 @@ class LoRAManager:
             AdapterNotFoundError: it is not loaded.
             NoFreeSlotError: no slot can be had.
         """
-        was_resident = self.prefetch(name)
+        self._return_to_host(name)
         with self._changed:
-            if not was_resident:
+            adapter = self._get(name)
+            if name not in self._slot_of and not self._place(adapter):
                 raise NoFreeSlotError(
                     f"pin: no slot is free for {name!r}: all are pinned or in use"
                 )
-            self._get(name).pinned = True
+            adapter.pinned = True
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again.
@@ -538,7 +546,7 @@ class LoRAManager:
     # -- what is there -----------------------------------------------------------------------------
 
     def adapters(self) -> dict[str, AdapterInfo]:
-        """All loaded adapters by name."""
+        """All loaded adapters by name, the least recently used first."""
         with self._changed:
             return {name: self._describe(adapter) for name, adapter in self._adapters.items()}
 
@@ -614,7 +622,7 @@ class LoRAManager:
                         f"plan: a request names adapter {name!r}, but all {self.max_loras} slots are pinned to "
                         "others: it could never run. Unpin one, or refuse the request."
                     )
-                elif free:
+                elif free and not self._must_wait(name, admitted):
                     self._return_to_host(name, protect=admitted)
                     free -= 1
                     admitted.add(name)
@@ -821,9 +829,11 @@ class LoRAManager:
         return torch.cuda.nvtx.range(f"lora_core.{what}") if self._nvtx else nullcontext()
 
     def _lane(self, lane: int) -> _Lane:
-        if lane < 0:
-            raise InvalidBatchError(f"lane {lane}: lanes are counted from 0")
-        while len(self._lanes) <= lane:
+        if not 0 <= lane <= len(self._lanes):
+            raise InvalidBatchError(
+                f"lane {lane}: lanes are counted from 0, and the next new one is {len(self._lanes)}"
+            )
+        if lane == len(self._lanes):
             first = self._lanes[0].backend
             self._lanes.append(_Lane(type(first)(device=first.device, config=first.config)))
         return self._lanes[lane]
@@ -879,18 +889,26 @@ class LoRAManager:
             return None
         for adapter in resident:  # least recently used first
             slot = self._slot_of.get(adapter.name)
-            in_use = slot is not None and self._in_use(slot)
-            if (
-                adapter.source is not None
-                and not adapter.pinned
-                and not in_use
-                and adapter.name not in protect
-            ):
+            in_use = adapter.holds or (slot is not None and self._in_use(slot))
+            if adapter.droppable and not in_use and adapter.name not in protect:
                 return adapter
         raise InsufficientMemoryError(
-            f"adapter {name!r} has no place in the host tier: all of its {self.max_cpu_loras} adapters "
-            "(max_cpu_loras) are pinned, in use, or have no files to read them from again"
+            f"adapter {name!r} has no place in the host tier: its {self.max_cpu_loras} adapters "
+            "(max_cpu_loras) are in use, held, pinned, or were loaded from memory"
         )
+
+    def _must_wait(self, name: str, protect: Iterable[str]) -> bool:
+        """Whether a dropped adapter finds no room in the host tier now, but will."""
+        adapters = self._adapters.values()
+        if self._adapters[name].packed is not None or not any(
+            a.droppable for a in adapters if a.packed
+        ):
+            return False
+        try:
+            self._host_victim(name, protect)
+        except InsufficientMemoryError:
+            return True
+        return False
 
     def _drop(self, adapter: _Adapter | None) -> None:
         """Take an adapter out of the host tier, and out of its slot."""

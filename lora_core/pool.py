@@ -97,9 +97,9 @@ class SlotPool:
                 raise ValueError(
                     f"layer {name!r} is registered already or is the layer of {layer.site.name!r}"
                 )
-        targeted = [layer for layer in layers.values() if self._is_targeted(layer.site)]
-        if self.target_modules is None:
-            targeted = []
+        targeted = []
+        if self.target_modules is not None:
+            targeted = [layer for layer in layers.values() if self._is_targeted(layer.site)]
         for layer in targeted:
             self._require_op(layer, f"target_modules names {layer.site.name}")
         self._require_memory(
@@ -122,7 +122,7 @@ class SlotPool:
         if wanted is None:
             return True
         if wanted == "all-linear":
-            return site.kind in {"linear", "experts"}
+            return site.kind == "linear"
         patterns = (wanted,) if isinstance(wanted, str) else wanted
         names = (site.name, *site.slice_names)
         return any(name == p or name.endswith(f".{p}") for name in names for p in patterns)
@@ -164,7 +164,11 @@ class SlotPool:
 
     def _require_op(self, layer: LoRALayer, who: str) -> None:
         claims, site = self.backend.capabilities, layer.site
-        op = Op.LINEAR if site.kind == "experts" else Op(site.kind)
+        op = None if site.kind == "experts" else Op(site.kind)
+        if op is None:
+            raise UnsupportedAdapterError(
+                f"{who} is of kind 'experts', which this pool has no weights for"
+            )
         if not claims.supports(op):
             raise UnsupportedAdapterError(
                 f"{who} is of kind {site.kind!r}, and backend {self.backend.name!r} does not claim "

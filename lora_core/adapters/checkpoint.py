@@ -82,15 +82,25 @@ def read_checkpoint(source: object, *, root: Path | None = None) -> Checkpoint:
             f"an adapter is loaded from the path of its folder or from (config, tensors), "
             f"not from {type(source).__name__}"
         )
-    folder = _inside(Path(source), root)
+    text, tensors, where = read_files(Path(source), root=root)
+    return Checkpoint(AdapterConfig.parse(text, where=f"{where}/{CONFIG_FILE}"), tensors, where)
+
+
+def read_files(folder: Path, *, root: Path | None = None) -> tuple[bytes, dict[str, Tensor], str]:
+    """The text of the configuration, the tensors, and the folder's own name for errors.
+
+    Raises:
+        AdapterFormatError: missing, unreadable, corrupted or forbidden files.
+        InsufficientMemoryError: the file is larger than the memory that is free.
+    """
+    folder = _inside(folder, root)
     if not folder.is_dir():
         raise AdapterFormatError(
             f"{folder}: there is no such folder; an adapter is a local folder with {CONFIG_FILE} and "
             f"{WEIGHTS_FILE}"
         )
-    config_file = _inside(folder / CONFIG_FILE, root)
+    text = _read(_inside(folder / CONFIG_FILE, root))
     weights_file = _inside(folder / WEIGHTS_FILE, root)
-    config = AdapterConfig.parse(_read(config_file), where=str(config_file))
     if not weights_file.is_file():
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickles:
@@ -99,7 +109,7 @@ def read_checkpoint(source: object, *, root: Path | None = None) -> Checkpoint:
                 "Convert it to safetensors (PEFT: save_pretrained(..., safe_serialization=True))."
             )
         raise AdapterFormatError(f"{folder}: {WEIGHTS_FILE} is missing")
-    return Checkpoint(config, _read_tensors(weights_file), str(folder))
+    return text, _read_tensors(weights_file), str(folder)
 
 
 def _from_memory(source: tuple[Any, ...]) -> Checkpoint:
@@ -177,7 +187,7 @@ def _check_table(path: Path, data: bytes) -> None:
         tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
         spans = sorted((*map(int, entry["data_offsets"]), key) for key, entry in tensors.items())
         kinds = {key: entry["dtype"] for key, entry in tensors.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise AdapterFormatError(
             f"{path}: the header is not a table of tensors: {error}"
         ) from error

@@ -80,12 +80,14 @@ class AdapterConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, data: Any) -> Any:
-        """Sets (of a PEFT object) as sorted tuples, and PEFT's None for an empty container."""
+        """PEFT's sets, which are saved in any order, sorted; None for an empty container."""
         if not isinstance(data, dict):
             return data
-        plain = {
-            k: tuple(sorted(v)) if isinstance(v, (set, frozenset)) else v for k, v in data.items()
-        }
+        plain = dict(data)
+        for name in ("target_modules", "modules_to_save"):
+            value = plain.get(name)
+            if isinstance(value, (set, frozenset, list, tuple)):
+                plain[name] = tuple(sorted(value, key=str))
         for name in ("rank_pattern", "alpha_pattern"):
             plain[name] = plain.get(name) or {}
         plain["modules_to_save"] = plain.get("modules_to_save") or ()
@@ -206,7 +208,10 @@ def _as_mapping(source: object, where: str) -> Mapping[str, Any]:
     if isinstance(source, (str, bytes)):
         try:
             source = json.loads(source)
-        except ValueError as error:  # json's own, and undecodable bytes
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # json's own, undecodable bytes, too many brackets
             raise AdapterFormatError(f"{where}: not valid JSON: {error}") from error
     elif hasattr(source, "to_dict"):
         source = source.to_dict()

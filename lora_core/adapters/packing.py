@@ -162,15 +162,17 @@ def pack(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> PackedAdapter
         UnsupportedAdapterError: tensors that would have to be dropped.
     """
     config, where = checkpoint.config, checkpoint.where
-    modules = group_by_module(checkpoint)
+    modules, unknown = group_by_module(checkpoint.tensors, where)
+    refuse_unknown(unknown, len(checkpoint.tensors), where)
     places = locate(modules, targets, where)
     _require_saved_modules(checkpoint, modules, targets)
     by_site: dict[str, list[tuple[str, ModuleTensors, int | None]]] = {}
     for name, (target, index) in places.items():
         by_site.setdefault(target.site.name, []).append((name, modules[name], index))
     sites: dict[str, SiteUpdate] = {}
-    for site, members in by_site.items():
-        update = _SitePacker(checkpoint, targets[site]).pack(members)
+    for site, target in targets.items():  # in the order of the model, not of the file
+        members = by_site.get(site)
+        update = _SitePacker(checkpoint, target).pack(members) if members else None
         if update is not None:
             sites[site] = update
     if not sites:
@@ -205,38 +207,45 @@ def _require_saved_modules(
 # -- names ---------------------------------------------------------------------------------------
 
 
-def group_by_module(checkpoint: Checkpoint) -> dict[str, ModuleTensors]:
-    """The tensors of a checkpoint by module path, PEFT's own prefix taken off.
+def group_by_module(
+    tensors: Mapping[str, Tensor], where: str
+) -> tuple[dict[str, ModuleTensors], list[str]]:
+    """Tensors by module path, PEFT's own prefix taken off; and the keys of kinds nobody applies.
 
     Raises:
-        UnsupportedAdapterError: tensors of a kind that is not applied.
         AdapterFormatError: two tensors for one part of a module.
     """
     modules: dict[str, ModuleTensors] = {}
     unknown = []
-    for key, tensor in checkpoint.tensors.items():
+    for key, tensor in tensors.items():
         found = _parse_key(key)
         if found is None:
             unknown.append(key)
             continue
         path, part = found
         parts = modules.setdefault(path, ModuleTensors())
-        name, parts.embedding = (
-            part.removeprefix("embedding_"),
-            parts.embedding or part.startswith("embedding_"),
-        )
+        name = part.removeprefix("embedding_")
+        parts.embedding |= name != part
         if name in parts.keys:
             raise AdapterFormatError(
-                f"{checkpoint.where}: {key} and {parts.keys[name]} are the same part of {path}"
+                f"{where}: {key} and {parts.keys[name]} are the same part of {path}"
             )
         parts.keys[name] = key
         setattr(parts, name, tensor)
+    return modules, unknown
+
+
+def refuse_unknown(unknown: list[str], of: int, where: str) -> None:
+    """Refuse a file with tensors that would have to be dropped.
+
+    Raises:
+        UnsupportedAdapterError: there are some.
+    """
     if unknown:
         raise UnsupportedAdapterError(
-            f"{checkpoint.where}: {len(unknown)} of {len(checkpoint.tensors)} tensors are of a kind that is not "
-            f"applied and must not be dropped: {_examples(unknown)}"
+            f"{where}: {len(unknown)} of {of} tensors are of a kind that is not applied and must not be "
+            f"dropped: {_examples(unknown)}"
         )
-    return modules
 
 
 _LORA_PARTS = {
@@ -401,11 +410,9 @@ class _SitePacker:
                     self._expect(name, "lora_B.bias", parts.b_bias, (rows.stop - rows.start,))
                     bias.add(rows, scaling * parts.b_bias.float())
             if parts.bias is not None:
-                bias.add(rows, self._bias(name, parts, rows))
-        if bias.values is not None and site.kind == "embedding":
-            raise UnsupportedAdapterError(
-                f"{self.where}: {site.name} is an embedding and has no bias"
-            )
+                added = self._bias(name, parts.bias, rows)
+                if added is not None:
+                    bias.add(rows, added)
         if not any(t is not None for t in (*a, scale.values, bias.values, full)):
             return None
         return SiteUpdate(
@@ -502,16 +509,16 @@ class _SitePacker:
             norms.append(torch.linalg.vector_norm(weight, dim=1).cpu())
         return magnitude.float() / torch.cat(norms)
 
-    def _bias(self, name: str, parts: ModuleTensors, rows: slice) -> Tensor:
-        """The adapter's bias minus the base's, so that adding it gives the adapter's."""
-        own, base = parts.bias, self.target.base.bias
-        assert own is not None
+    def _bias(self, name: str, own: Tensor, rows: slice) -> Tensor | None:
+        """The adapter's bias minus the base's, or None where it is the base's own, saved again."""
+        base = self.target.base.bias
         self._expect(name, "bias", own, (rows.stop - rows.start,))
         if base is None:
             raise AdapterMismatchError(
-                f"{self.where}: {parts.keys['bias']} is a bias, but {self.site.name} has none in this model"
+                f"{self.where}: {name} has a bias, but {self.site.name} has none in this model"
             )
-        return own.float() - base[rows].detach().float().cpu()
+        mine = base[rows].detach()
+        return None if _same(mine, own) else own.float() - mine.float().cpu()
 
     def _full(self, name: str, weight: Tensor, rows: slice, before: Tensor | None) -> Tensor:
         """The site's whole weight, where this module brings the rows `rows`."""
@@ -548,11 +555,7 @@ class _SitePacker:
         base = self._base_weight(name, "the file repeats it")
         mine = base.detach() if self.site.kind == "embedding" else base.detach()[rows]
         saved = saved.mT if self._is_transposed() else saved
-        same = tuple(mine.shape) == tuple(saved.shape)
-        if same:
-            dtype = min(mine.dtype, saved.dtype, key=lambda d: d.itemsize)
-            same = bool(torch.equal(mine.to(dtype), saved.to(mine.device, dtype)))
-        if not same:
+        if not _same(mine, saved):
             raise AdapterMismatchError(
                 f"{self.where}: the file holds the base weight of {name}, {tuple(saved.shape)}, and it is not "
                 f"this model's, {tuple(mine.shape)}: the adapter was made on another base model, or on one with "
@@ -581,14 +584,22 @@ class _SitePacker:
     def _cast(self, tensor: Tensor, key: str) -> Tensor:
         """In the dtype of the site, once; a value that it cannot hold is an error, not an infinity."""
         cast = tensor.to(self.target.dtype)
-        if cast.dtype == torch.float16 != tensor.dtype:
+        if torch.finfo(cast.dtype).max < torch.finfo(tensor.dtype).max:
             lost = torch.isinf(cast) & torch.isfinite(tensor)
             if bool(lost.any()):
                 raise UnsupportedAdapterError(
                     f"{self.where}: {key} holds values up to {float(tensor.abs().max()):.3g}, more than this "
-                    "model's float16 can"
+                    f"model's {str(cast.dtype).removeprefix('torch.')} can"
                 )
         return cast.contiguous()
+
+
+def _same(mine: Tensor, saved: Tensor) -> bool:
+    """Whether a saved tensor is the model's, to the precision of the coarser of the two."""
+    if mine.shape != saved.shape:
+        return False
+    dtype = min(mine.dtype, saved.dtype, key=lambda d: d.itemsize)
+    return torch.equal(mine.to(dtype), saved.to(mine.device, dtype))
 
 
 class _Rows:

@@ -95,7 +95,9 @@ def test_k9_a_name_that_appears_twice(folder):
     refused(folder, "a name appears twice")
 
 
-@pytest.mark.parametrize("table", [b"[]", b"nonsense", b'{"x": 3}', b'{"x": {"dtype": "F32"}}'])
+@pytest.mark.parametrize(
+    "table", [b"[" * 100_000, b"[]", b"nonsense", b'{"x": 3}', b'{"x": {"dtype": "F32"}}']
+)
 def test_k9_a_header_that_is_no_table(folder, table):
     weights_of(folder).write_bytes(struct.pack("<Q", len(table)) + table)
     refused(folder, "the header is not a table of tensors")
@@ -222,6 +224,11 @@ def test_k42_version_is_of_the_content(folder, tmp_path):
     assert version == read_checkpoint((config(), dict(reversed(TENSORS.items())))).version
     assert version == read_checkpoint(shutil.copytree(folder, tmp_path / "copy")).version
     key = next(iter(TENSORS))
+    ordered = [
+        read_checkpoint((config(target_modules=t), TENSORS)).version
+        for t in (["a", "b"], {"b", "a"})
+    ]
+    assert ordered[0] == ordered[1]
     others = [
         (config(lora_alpha=9), TENSORS),
         (config(use_rslora=True), TENSORS),

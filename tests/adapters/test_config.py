@@ -168,6 +168,7 @@ def test_other_methods_are_refused_by_name(kind):
     [
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b"[]", "expected a JSON object, found list"),
         (b"{}", "no 'peft_type'"),
         (json.dumps({"peft_type": "LORA", "r": 0}), "r is 0"),

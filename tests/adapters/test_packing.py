@@ -233,6 +233,19 @@ def test_bias_is_what_has_to_be_added_to_the_base_bias():
     torch.testing.assert_close(update.bias + site.base.bias.detach(), bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as-is", "rounded"])
+def test_a_bias_that_only_repeats_the_base_is_none(dtype):
+    """PEFT saves the bias of a head beside its weight: no reason to ask a backend for biases."""
+    site = target("proj", 8, bias=True)
+    bias = site.base.bias.detach().to(dtype)
+    assert (
+        packed(model(site), lora("proj", 4, K, 8) | {"proj.base_layer.bias": bias})
+        .sites["proj"]
+        .bias
+        is None
+    )
+
+
 def test_whole_weight_of_one_slice_keeps_the_others():
     site = target("attn.qkv_proj", 12, 4, 4, parts=QKV)
     weight = torch.randn(4, K)
@@ -242,12 +255,23 @@ def test_whole_weight_of_one_slice_keeps_the_others():
     assert update.ranks.tolist() == [0, 0, 0]
 
 
-def test_k44_a_value_that_half_cannot_hold_is_an_error():
+@pytest.mark.parametrize(
+    ("dtype", "saved", "value"),
+    [
+        (torch.float16, torch.float32, 1e6),
+        (torch.float16, torch.bfloat16, 1e6),
+        (torch.float32, torch.float64, 1e60),
+    ],
+)
+def test_k44_a_value_that_the_model_cannot_hold_is_an_error(dtype, saved, value):
     site = target("proj", 8)
-    site.dtype = torch.float16
-    tensors = lora("proj", 4, K, 8)
-    tensors["base_model.model.proj.lora_A.weight"][1, 2] = 1e6
-    with pytest.raises(UnsupportedAdapterError, match=r"lora_A.weight holds values up to 1e\+06"):
+    site.dtype = dtype
+    tensors = {key: tensor.to(saved) for key, tensor in lora("proj", 4, K, 8).items()}
+    tensors["base_model.model.proj.lora_A.weight"][1, 2] = value
+    with pytest.raises(
+        UnsupportedAdapterError,
+        match=r"lora_A.weight holds values up to (1e|9.99e)\+.*model's float",
+    ):
         packed(model(site), tensors)
 
 

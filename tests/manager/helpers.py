@@ -52,13 +52,19 @@ class Model:
         return torch.cat(outs, dim=1)
 
 
-def adapter(seed: int, modules=("q_proj", "v_proj"), rank: int = 4, alpha: float = 8) -> tuple[dict, dict]:
+def adapter(
+    seed: int, modules=("q_proj", "v_proj"), rank: int = 4, alpha: float = 8
+) -> tuple[dict, dict]:
     """(config, tensors) with values of their own."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name in modules:
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, K, generator=generator)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(SHAPES[name], rank, generator=generator)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(
+            rank, K, generator=generator
+        )
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(
+            SHAPES[name], rank, generator=generator
+        )
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}, tensors
 
 

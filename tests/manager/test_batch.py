@@ -68,7 +68,9 @@ def test_scales_reach_the_delta():
     with manager.batch([LoRARequest("a", scale=0.5), LoRARequest("a")], mode="decode"):
         out = model(x)
     base, full = model.base(x).double(), model.expected(x, sources["a"])
-    torch.testing.assert_close(out[0].double(), (base + 0.5 * (full - base))[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out[0].double(), (base + 0.5 * (full - base))[0], rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(out[1].double(), full[1], rtol=1e-5, atol=1e-5)
 
 
@@ -90,6 +92,7 @@ def test_k30_an_exception_in_the_forward_ends_the_batch():
         (["a", "c"], {"logits": [[1]]}, InvalidBatchError),
         (["c"], {"mode": "sideways"}, InvalidBatchError),
         (["c"], {"lane": -1}, InvalidBatchError),
+        (["c"], {"lane": 7}, InvalidBatchError),
         (["c"], {"graph": "decode"}, GraphNotInitializedError),
     ],
 )
@@ -175,6 +178,29 @@ def test_inactive_switches_return_when_an_exception_flies():
         assert not manager.gate.base_allowed
 
 
+def test_ranges_for_profilers_when_asked(monkeypatch):
+    from contextlib import contextmanager
+
+    ranges = []
+
+    @contextmanager
+    def note(name):
+        ranges.append(f"+{name}")
+        yield
+        ranges.append(f"-{name}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", note)
+    silent, model, _ = loaded("a")
+    run(silent, model, rows(1), "a")
+    assert ranges == []
+    monkeypatch.setenv("LORA_CORE_NVTX", "1")
+    manager, model, _ = loaded("a")
+    run(manager, model, rows(1), "a")
+    prepare, forward = "lora_core.prepare", "lora_core.forward"
+    assert ranges == [f"+{prepare}", f"-{prepare}", f"+{forward}", f"-{forward}"]
+
+
 def test_prepare_is_cheap():
     """256 requests: names to slots in far less time than the backend takes for its tables."""
     manager, _, _ = loaded("a", "b", max_loras=8)
@@ -216,7 +242,10 @@ def test_weights_that_a_captured_graph_cannot_know_are_told_of(caplog):
     manager.load_adapter("a", (config, tensors))
     assert caplog.text == ""
     generation = manager.stats().generation
-    bias = {"q_proj.lora_magnitude_vector": torch.ones(12), "v_proj.lora_magnitude_vector": torch.ones(8)}
+    bias = {
+        "q_proj.lora_magnitude_vector": torch.ones(12),
+        "v_proj.lora_magnitude_vector": torch.ones(8),
+    }
     manager.load_adapter("dora", ({**config, "use_dora": True}, tensors | bias))
     assert "q_proj got new weights after init_graph" in caplog.text
     assert manager.stats().generation > generation
@@ -258,7 +287,9 @@ def test_features_that_the_backend_does_not_claim_are_refused_at_load(op):
     source = ({**config, **fields}, tensors | extra)
     model = Model(bias=True)
     manager = model.attach(LoRAManager(PlainBackend(device="cpu"), max_loras=2, max_rank=8))
-    with pytest.raises(UnsupportedAdapterError, match=rf"'a': q_proj .*backend 'plain' does not claim '{op}'"):
+    with pytest.raises(
+        UnsupportedAdapterError, match=rf"'a': q_proj .*backend 'plain' does not claim '{op}'"
+    ):
         manager.load_adapter("a", source)
     assert all(layer.weights is None for layer in model.layers.values())
     other, _ = make(Model(bias=True))
@@ -276,9 +307,19 @@ class StubLayer(LoRALayer):
 @pytest.mark.parametrize(
     ("kind", "widths", "dtype", "match"),
     [
-        ("embedding", (8,), torch.float32, "of kind 'embedding', and backend 'plain' does not claim 'embedding'"),
+        (
+            "embedding",
+            (8,),
+            torch.float32,
+            "of kind 'embedding', and backend 'plain' does not claim 'embedding'",
+        ),
         ("lm_head", (8,), torch.float32, "does not claim 'lm_head'"),
-        ("linear", (8,), torch.bfloat16, "computes in bfloat16, and backend 'plain' claims float32"),
+        (
+            "linear",
+            (8,),
+            torch.bfloat16,
+            "computes in bfloat16, and backend 'plain' claims float32",
+        ),
         ("linear", (4, 2, 2), torch.float32, "packs 3 slices, and backend 'plain' takes 2"),
     ],
 )
@@ -301,7 +342,9 @@ def test_sites_that_the_backend_cannot_serve_are_refused(kind, widths, dtype, ma
 
 
 def test_limits_of_the_backend_hold_for_the_manager():
-    with pytest.raises(UnsupportedOpError, match=r"'plain' does not support max_rank: its limit is rank 8"):
+    with pytest.raises(
+        UnsupportedOpError, match=r"'plain' does not support max_rank: its limit is rank 8"
+    ):
         LoRAManager(PlainBackend(device="cpu"), max_rank=16)
     manager = Model().attach(LoRAManager(PlainBackend(device="cpu"), max_rank=8))
     manager.load_adapter("a", adapter(0))
@@ -352,6 +395,7 @@ def test_a_slot_in_another_lanes_batch_is_in_use():
         with manager.batch(requests("b"), lane=1):
             with pytest.raises(NoFreeSlotError, match=r"only 0 of 2 slots"):
                 manager.prepare(requests("c"), lane=2)
+            assert manager.plan(requests("c"), lane=2).deferred == requests("c")
         assert_lane_runs(manager, model, "c", sources["c"], lane=2)
         assert manager.adapters()["a"].slot is not None
 
@@ -462,6 +506,16 @@ def test_plan_reads_what_was_dropped_from_the_host_tier(tmp_path):
         assert_runs(manager, model, {name: adapter("abc".index(name)) for name in names(admitted)})
         seen |= set(names(admitted))
     assert seen == set("abc")
+
+
+def test_plan_lets_a_dropped_adapter_wait_for_room_in_the_host_tier(tmp_path):
+    manager, _ = make(max_cpu_loras=2)
+    for seed, name in enumerate("abc"):
+        manager.load_adapter(name, write_adapter(tmp_path / name, *adapter(seed)))
+    holds = [manager.acquire(name) for name in "bc"]
+    assert names(manager.plan(requests("a", None)).deferred) == ["a"]
+    holds[0].release()
+    assert manager.plan(requests("a", None)).deferred == []
 
 
 def test_plan_of_an_unknown_adapter():

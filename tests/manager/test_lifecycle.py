@@ -45,12 +45,18 @@ def test_nothing_is_taken_before_the_first_adapter():
     manager, model = make()
     assert all(layer.weights is None for layer in model.layers.values())
     manager.load_adapter("a", adapter(0))
-    assert [n for n, layer in model.layers.items() if layer.weights is not None] == ["q_proj", "v_proj"]
+    assert [n for n, layer in model.layers.items() if layer.weights is not None] == [
+        "q_proj",
+        "v_proj",
+    ]
 
 
 def test_target_modules_take_their_room_at_once():
     manager, model = make(target_modules=["q_proj", "v_proj"])
-    assert [n for n, layer in model.layers.items() if layer.weights is not None] == ["q_proj", "v_proj"]
+    assert [n for n, layer in model.layers.items() if layer.weights is not None] == [
+        "q_proj",
+        "v_proj",
+    ]
     before = {name: layer.weights for name, layer in model.layers.items()}
     generation = manager.stats().generation
     manager.load_adapter("a", adapter(0))
@@ -63,7 +69,9 @@ def test_target_modules_take_their_room_at_once():
 @pytest.mark.parametrize("target", ["all-linear", ".*", ["proj", "q_proj"], "o_proj"])
 def test_target_modules_forms(target):
     _, model = make(target_modules=target)
-    expected = {"all-linear": list(ALL), ".*": [], "o_proj": ["o_proj"]}.get(str(target), ["q_proj"])
+    expected = {"all-linear": list(ALL), ".*": [], "o_proj": ["o_proj"]}.get(
+        str(target), ["q_proj"]
+    )
     assert expected == [n for n, layer in model.layers.items() if layer.weights is not None]
 
 
@@ -175,7 +183,10 @@ def test_least_recently_used_goes_first():
     run(manager, model, rows(2), "a", "b")
     run(manager, model, rows(1), "a")
     run(manager, model, rows(1), "c")
-    assert [name for name, info in manager.adapters().items() if info.slot is not None] == ["a", "c"]
+    assert [name for name, info in manager.adapters().items() if info.slot is not None] == [
+        "a",
+        "c",
+    ]
     assert manager.stats().slot_evictions == 1
 
 
@@ -184,7 +195,9 @@ def test_more_adapters_than_slots_in_a_batch_change_nothing():
     assert_runs(manager, model, {"a": sources["a"], "b": sources["b"]})
     before = manager.stats()
     requests = [LoRARequest(name) for name in "cab"]
-    with pytest.raises(NoFreeSlotError, match=r"names 3 adapters, 1 of them without a slot, but only 0 of 2"):
+    with pytest.raises(
+        NoFreeSlotError, match=r"names 3 adapters, 1 of them without a slot, but only 0 of 2"
+    ):
         manager.prepare(requests)
     assert before == manager.stats()
     assert manager.backend.batch_info is None
@@ -233,7 +246,9 @@ def test_prefetch_never_takes_a_slot_in_use():
 
 @pytest.fixture
 def folders(tmp_path):
-    return {name: write_adapter(tmp_path / name, *adapter(seed)) for seed, name in enumerate("abcd")}
+    return {
+        name: write_adapter(tmp_path / name, *adapter(seed)) for seed, name in enumerate("abcd")
+    }
 
 
 def test_files_are_read_once_and_not_in_prepare(folders):
@@ -253,7 +268,9 @@ def test_host_tier_drops_the_least_recently_used_and_prefetch_reads_it_again(fol
     for name in "abc":
         manager.load_adapter(name, folders[name])
     assert [info.resident for info in manager.adapters().values()] == [False, True, True]
-    with pytest.raises(AdapterNotFoundError, match=r"'a' was dropped from the host tier \(max_cpu_loras is 2\)"):
+    with pytest.raises(
+        AdapterNotFoundError, match=r"'a' was dropped from the host tier \(max_cpu_loras is 2\)"
+    ):
         manager.prepare([LoRARequest("a")])
     assert manager.prefetch("a")
     assert [name for name, info in manager.adapters().items() if info.resident] == ["c", "a"]
@@ -277,9 +294,14 @@ def test_adapters_from_memory_are_never_dropped(folders):
     manager.load_adapter("a", adapter(0))
     manager.load_adapter("b", adapter(1))
     before = manager.stats()
-    with pytest.raises(InsufficientMemoryError, match=r"'c' has no place in the host tier: all of its 2 adapters"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"'c' has no place in the host tier: its 2 adapters"
+    ):
         manager.load_adapter("c", folders["c"])
-    assert (before.adapters, before.host_bytes) == (manager.stats().adapters, manager.stats().host_bytes)
+    assert (before.adapters, before.host_bytes) == (
+        manager.stats().adapters,
+        manager.stats().host_bytes,
+    )
 
 
 def test_dropped_from_the_host_tier_means_out_of_its_slot_and_never_while_in_use(folders):
@@ -292,6 +314,17 @@ def test_dropped_from_the_host_tier_means_out_of_its_slot_and_never_while_in_use
         assert [name for name, info in manager.adapters().items() if info.resident] == ["b", "c"]
     assert manager.adapters()["a"].slot is None
     manager.unload_adapter("a")
+
+
+def test_held_adapters_are_not_dropped(folders):
+    manager, _ = make(max_cpu_loras=2)
+    manager.load_adapter("a", folders["a"])
+    manager.load_adapter("b", folders["b"])
+    with manager.acquire("a"):
+        manager.load_adapter("c", folders["c"])
+        assert [name for name, info in manager.adapters().items() if info.resident] == ["a", "c"]
+        with manager.acquire("c"), pytest.raises(InsufficientMemoryError, match="held"):
+            manager.prefetch("b")
 
 
 def test_sizes_that_cannot_be():
@@ -319,7 +352,7 @@ def test_k42_refresh_gives_new_weights_and_a_new_version(folders):
 
 
 def test_k42_a_live_batch_finishes_with_the_weights_it_began_with():
-    manager, model, sources = loaded("a", max_loras=1)
+    manager, model, _ = loaded("a", max_loras=1)
     x = rows(1)
     before = run(manager, model, x, "a")
     with manager.batch([LoRARequest("a")]):
@@ -375,11 +408,15 @@ def test_refresh_from_nothing():
 def test_k41_unload_in_flight_is_refused_by_name():
     manager, model, sources = loaded("a", "b")
     with manager.batch([LoRARequest("a")]):
-        with pytest.raises(AdapterInUseError, match="'a' cannot be unloaded: it is named by the prepared batch"):
+        with pytest.raises(
+            AdapterInUseError, match="'a' cannot be unloaded: it is named by the prepared batch"
+        ):
             manager.unload_adapter("a")
         manager.unload_adapter("b")
         x = rows(1)
-        torch.testing.assert_close(model(x).double(), model.expected(x, sources["a"]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model(x).double(), model.expected(x, sources["a"]), rtol=1e-5, atol=1e-5
+        )
     manager.unload_adapter("a")
     assert manager.adapters() == {}
 
@@ -447,6 +484,15 @@ def test_a_stray_replay_of_an_unloaded_slot_adds_nothing():
     assert torch.equal(model(rows(1)), model.base(rows(1)))
 
 
+def test_pin_brings_back_what_was_dropped(folders):
+    manager, model = make(max_cpu_loras=2)
+    for name in "abc":
+        manager.load_adapter(name, folders[name])
+    manager.pin("a")
+    assert manager.adapters()["a"].slot is not None
+    assert_runs(manager, model, {"a": adapter(0), "c": adapter(2)})
+
+
 def test_close_gives_everything_back():
     manager, model, _ = loaded("a", "b")
     manager.pin("a")
@@ -463,7 +509,23 @@ def test_close_gives_everything_back():
 # -- names, and refusals that change nothing --------------------------------------------------------------
 
 
-NAMES = ["/x", "../x", "org/a@v1", "a:b", "a'b\"c", "a,b", "a b", " a", "a\nb", "é", "x" * 5000, "None", "0", "A", "a"]
+NAMES = [
+    "/x",
+    "../x",
+    "org/a@v1",
+    "a:b",
+    "a'b\"c",
+    "a,b",
+    "a b",
+    " a",
+    "a\nb",
+    "é",
+    "x" * 5000,
+    "None",
+    "0",
+    "A",
+    "a",
+]
 
 
 def test_k10_names_are_exact_unique_and_never_split():
@@ -522,7 +584,8 @@ def test_k2_k8_rank_over_the_limit_tells_rank_module_and_limit():
     config, tensors = adapter(0, rank=8)
     more = adapter(1, ("o_proj",), rank=9)[1]
     with pytest.raises(
-        UnsupportedAdapterError, match=r"adapter 'a': o_proj has rank 9, but this pool has room for rank 8.*max_rank=9"
+        UnsupportedAdapterError,
+        match=r"adapter 'a': o_proj has rank 9, but this pool has room for rank 8.*max_rank=9",
     ):
         manager.load_adapter("a", ({**config, "rank_pattern": {"o_proj": 9}}, tensors | more))
     assert manager.stats().device_bytes == 0
@@ -548,7 +611,11 @@ def test_the_estimate_is_what_is_then_taken(monkeypatch):
     manager.load_adapter("a", adapter(0, ALL))
     assert [manager.stats().device_bytes] == asked
     config, tensors = adapter(0)
-    dora = {**tensors, "q_proj.lora_magnitude_vector": torch.ones(12), "v_proj.lora_magnitude_vector": torch.ones(8)}
+    dora = {
+        **tensors,
+        "q_proj.lora_magnitude_vector": torch.ones(12),
+        "v_proj.lora_magnitude_vector": torch.ones(8),
+    }
     manager.load_adapter("b", ({**config, "use_dora": True}, dora))
     assert manager.stats().device_bytes == sum(asked)
 

@@ -43,7 +43,9 @@ def streams(monkeypatch):
     """Stand-ins for CUDA's streams and events; the current one is `streams["now"]`."""
     known = {"now": FakeStream("main")}
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: known.setdefault("copies", FakeStream()))
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda _device: known.setdefault("copies", FakeStream())
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: known["now"])
 
     @contextmanager
@@ -111,7 +113,9 @@ def on_cuda(**options) -> tuple[LoRAManager, Model]:
     model = Model()
     for linear in model.linears.values():
         linear.cuda()
-    manager = LoRAManager(TorchBackend(device="cuda"), **{"max_loras": 1, "max_rank": 16, **options})
+    manager = LoRAManager(
+        TorchBackend(device="cuda"), **{"max_loras": 1, "max_rank": 16, **options}
+    )
     return model.attach(manager), model
 
 
@@ -176,7 +180,10 @@ def test_cuda_a_pool_that_would_not_fit_is_refused_unallocated():
     linear = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
     site = Site("q_proj", "linear", 1024, SliceLayout((1024,)), ("q_proj",))
     manager.add_layers({"q_proj": LoRALinear(linear, site, manager.gate)})
-    tensors = {"q_proj.lora_A.weight": torch.ones(8, 1024), "q_proj.lora_B.weight": torch.ones(1024, 8)}
+    tensors = {
+        "q_proj.lora_A.weight": torch.ones(8, 1024),
+        "q_proj.lora_B.weight": torch.ones(1024, 8),
+    }
     before = torch.cuda.memory_allocated()
     with pytest.raises(InsufficientMemoryError, match="MiB on cuda:0, but only"):
         manager.load_adapter("a", ({"peft_type": "LORA"}, tensors))
@@ -185,7 +192,9 @@ def test_cuda_a_pool_that_would_not_fit_is_refused_unallocated():
 
 def model_expected(model: Model, x: torch.Tensor, source: tuple) -> torch.Tensor:
     config, tensors = source
-    return model.expected(x, (config, {key: value.cuda() for key, value in tensors.items()})).float()
+    return model.expected(
+        x, (config, {key: value.cuda() for key, value in tensors.items()})
+    ).float()
 
 
 @pytest.fixture(autouse=True)
