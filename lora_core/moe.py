@@ -128,11 +128,10 @@ class MoERouting:
             num_slots: S.
             expert_map: global id -> local id.
         """
-        live = info is not None and (info.graph is not None or info.has_active_lora)
         return cls(
             topk_ids=topk_ids,
             topk_weights=topk_weights,
-            slots=token_slots(info, topk_ids.shape[0]) if info is not None and live else None,
+            slots=local_slots(info, topk_ids.shape[0]),
             num_experts=num_experts,
             num_slots=num_slots,
             expert_map=expert_map,
@@ -152,6 +151,18 @@ class MoERouting:
     def inert(self) -> bool:
         """Whether it is known on the host that no pair has an adapter: ops launch nothing."""
         return self.slots is None or self.topk_ids.shape[0] == 0
+
+
+def local_slots(info: BatchInfo | None, rows: int) -> Tensor | None:
+    """The slot of each row of a prepared batch, int32 `[rows]`; None: no row has an adapter.
+
+    Args:
+        info: `batch_info` of a dense backend, or None.
+        rows: to cover; those past the batch are padding.
+    """
+    if info is None or (info.graph is None and not info.has_active_lora):
+        return None
+    return token_slots(info, rows)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
