@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lora_core.backend import BackendConfig, BaseModule, LoRABackend
 from lora_core.batch import NO_LORA, LoRABatch, RequestTable
-from lora_core.capabilities import Capabilities, GraphKind, Op
+from lora_core.capabilities import Capabilities, DTypeName, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
 from lora_core.triton_kit import INTERPRETED, Launch, family
 from lora_core.triton_kit.tiles import parameters
@@ -32,6 +32,11 @@ _PROGRAMS_PER_SM = 8
 """In a graph: programs that share the work, whatever the batch turns out to be at replay."""
 
 
+_DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.float16: "float16"}
+if not INTERPRETED:  # Triton's interpreter multiplies the raw bits of bfloat16
+    _DTYPES[torch.bfloat16] = "bfloat16"
+
+
 class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     """Segments of one adapter's rows, gathered over the whole batch, each read with one pass over its weights.
 
@@ -42,8 +47,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     contract: ClassVar[str] = "1.0"
     capabilities: ClassVar[Capabilities] = Capabilities(
         ops=frozenset({Op.LINEAR, Op.EMBEDDING, Op.LM_HEAD, Op.SCALES}),
-        # Triton's interpreter multiplies the raw bits of bfloat16
-        dtypes=frozenset({"float32", "float16"} if INTERPRETED else {"float32", "float16", "bfloat16"}),
+        dtypes=frozenset(_DTYPES.values()),
         device_types=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
         graphs=frozenset({"decode", "prefill", "verify"}),
         batch_invariant=True,
@@ -216,7 +220,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._require_rows("shrink", x.shape[0], info.num_tokens)
         h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank), dtype=torch.float32)
         if info.graph is not None or info.has_active_lora:
-            self._check("shrink", x, weights, info)
+            self._check("shrink", x, x.shape[1], weights, info)
             self._shrink(x, weights, info.segments, h)
         return h
 
@@ -230,7 +234,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             )
         self._require_rows("expand", h.shape[0], info.num_tokens)
         if info.graph is not None or info.has_active_lora:
-            self._check("expand", out, weights, info)
+            self._check("expand", out, weights.layout.out_features, weights, info)
             self._expand(h.contiguous(), weights, out, info.segments)
         return out
 
@@ -264,7 +268,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._require_plain(weights, op="embedding")
         out = base(input_ids)
         if info.graph is not None or info.has_active_lora:
-            self._check("embedding", out, weights, info)
+            self._check("embedding", out, weights.layout.out_features, weights, info)
             self._expand(weights.a, weights, out, info.segments, ids=input_ids.contiguous())
         return out
 
@@ -276,7 +280,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._require_plain(weights, op=op)
         if info.graph is None and not segments.length:
             return base(x)
-        self._check(op, x, weights, info)
+        self._check(op, x, x.shape[1], weights, info)
         # between our own kernels h may be as narrow as the product rounds it to anyway
         h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank))
         if info.graph is None or self._side is None:
@@ -291,7 +295,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
                 out = base(x)
             finally:
                 main.wait_stream(self._side)
-        self._check(op, out, weights, info)
+        self._check(op, out, weights.layout.out_features, weights, info)
         self._expand(h, weights, out, segments)
         return out
 
@@ -336,17 +340,24 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             return units
         return min(units, self._multiprocessors * _PROGRAMS_PER_SM)
 
-    def _check(self, op: str, tensor: Tensor, weights: LoRAWeights, info: CsgmvBatchInfo) -> None:
-        """What the kernels take for granted about x or out.
+    def _check(self, op: str, tensor: Tensor, columns: int, weights: LoRAWeights, info: CsgmvBatchInfo) -> None:
+        """What the kernels take for granted about x or out, and about the weights; host integers only.
 
         Raises:
-            TensorMismatchError: another device than the weights, or columns that are not contiguous.
+            UnsupportedOpError: a dtype that is not claimed.
+            TensorMismatchError: not `[rows, columns]`, another device than the weights, or columns that
+                are not contiguous.
             BatchMismatchError: the batch names a slot that the weights do not have.
         """
-        if tensor.device != weights.b.device or tensor.dim() != 2 or tensor.stride(1) != 1:
+        b = weights.b
+        if b.dtype not in _DTYPES:
+            raise UnsupportedOpError(
+                backend=self.name, op=op, limit=f"dtypes {sorted(self.capabilities.dtypes)}", value=b.dtype
+            )
+        if tensor.dim() != 2 or tensor.shape[1] != columns or tensor.device != b.device or tensor.stride(1) != 1:
             raise TensorMismatchError(
                 f"backend {self.name!r}: {op} got a tensor {tuple(tensor.shape)} of strides {tensor.stride()} "
-                f"on {tensor.device}, expected [rows, columns] with contiguous columns on {weights.b.device}"
+                f"on {tensor.device}, expected [rows, {columns}] with contiguous columns on {b.device}"
             )
         if info.highest_slot >= weights.num_slots:
             raise BatchMismatchError(

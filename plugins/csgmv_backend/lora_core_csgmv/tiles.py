@@ -24,7 +24,7 @@ def _shrink(block_t: int, block_k: int, parallel: int, *, warps: int = 4, stages
     return Tile({"BLOCK_T": block_t, "BLOCK_K": block_k, "PARALLEL": parallel}, warps, stages)
 
 
-def _expand(block_t: int, block_n: int, *, warps: int = 4, stages: int = 2) -> Tile:
+def _expand(block_t: int, block_n: int, *, warps: int = 4, stages: int = 1) -> Tile:
     return Tile({"BLOCK_T": block_t, "BLOCK_N": block_n}, warps, stages)
 
 

@@ -68,8 +68,10 @@ def expand(
         p_b = b + slot * stride_slot + n.to(tl.int64) * stride_n
         p_h = h + slot * stride_h_slot + this * MAX_RANK
         p_out = out + n
+        # the plain units take float32 operands from registers, so that its blocks of ranks stay small
+        narrow: tl.constexpr = MAX_RANK <= 16 or b.dtype.element_ty == tl.float32
         if rank > 0:
-            if MAX_RANK <= 16:
+            if narrow:
                 _segment(p_out, p_h, ids, p_b, segments, factor, rank, n_live, first, end, num_rows, stride_out, stride_h,
                          stride_h_rank, stride_rank, room_segments, MAX_RANK, GATHER, PDL, BLOCK_T, BLOCK_N, 16)
             elif rank <= 16:
@@ -89,7 +91,7 @@ def _segment(
     stride_h_rank, stride_rank, room_segments, MAX_RANK: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns for all rows of one segment, BLOCK_T at a time; B is read once up to rank 64."""
+    """BLOCK_N columns for all rows of one segment, BLOCK_T at a time; the first BLOCK_R ranks of B are read once."""
     r = tl.arange(0, BLOCK_R)
     b_b = tl.load(p_b[:, None] + r[None, :] * stride_rank, mask=n_live[:, None] & (r < rank)[None, :], other=0.0)
     if PDL:
@@ -106,7 +108,7 @@ def _segment(
             p_token = p_h + row * stride_h
         b_h = _load_h(p_token, t_live, r, rank, stride_h_rank, MAX_RANK)
         b_sum = dot(b_b, tl.trans(b_h.to(b_b.dtype)), tl.zeros([BLOCK_N, BLOCK_T], tl.float32))
-        if BLOCK_R == 64:
+        if MAX_RANK > BLOCK_R and (BLOCK_R == 64 or b_b.dtype == tl.float32):
             for r0 in range(BLOCK_R, rank, BLOCK_R):
                 more = r0 + r
                 m_b = n_live[:, None] & (more < rank)[None, :]
