@@ -419,21 +419,22 @@ class Problem:
         weights, case = self.weights, self.case
         assert self.base.weight is not None
         results = []
-        for order in self._orders(case.K, sum(lengths) * self.layout.out_features):
+        base_bias = self.base.bias if weights.output_scale is None else None
+        for seed, order in self._orders(case.K, sum(lengths) * self.layout.out_features):
             x_, w_ = x[:, order], self.base.weight[:, order]
-            y = functional.linear(x_, w_, self.base.bias if weights.output_scale is None else None)
+            y = functional.linear(x_, w_, base_bias)
             begin = 0
             for request, (length, slot) in enumerate(zip(lengths, case.slots, strict=True)):
                 rows, begin = slice(begin, begin + length), begin + length
                 if slot == NO_LORA or not length:
                     continue
                 if slot in weights.full:
-                    plain_bias = self.base.bias if weights.output_scale is None else None
-                    y[rows] = functional.linear(x_[rows], weights.full[slot][:, order], plain_bias)
+                    y[rows] = functional.linear(x_[rows], weights.full[slot][:, order], base_bias)
                 for s, rank in enumerate(case.slice_ranks[slot]):
                     span = slice(self.layout.offsets[s], self.layout.offsets[s + 1])
-                    h = x_[rows] @ weights.a[slot, s, :rank][:, order].T
-                    y[rows, span] += self._factor(slot, s, request) * (h @ weights.b[slot, span, :rank].T)
+                    h = _product(x_[rows], weights.a[slot, s, :rank][:, order].T, seed)
+                    product = _product(h, weights.b[slot, span, :rank].T, seed)
+                    y[rows, span] += self._factor(slot, s, request) * product
                 if weights.output_scale is not None:
                     y[rows] *= weights.output_scale[slot].to(self.dtype)
                 if weights.bias is not None:
@@ -447,7 +448,7 @@ class Problem:
         """Plain torch's float32 h from the same inputs."""
         weights, case = self.weights, self.case
         results = []
-        for order in self._orders(case.K, case.tokens * self.layout.num_slices * case.R):
+        for seed, order in self._orders(case.K, case.tokens * self.layout.num_slices * case.R):
             h = torch.zeros(case.tokens, self.layout.num_slices, case.R, device=self.device)
             begin = 0
             for length, slot in zip(case.lengths, case.slots, strict=True):
@@ -456,7 +457,8 @@ class Problem:
                     continue
                 for s, rank in enumerate(case.slice_ranks[slot]):
                     if rank:
-                        h[rows, s, :rank] = _mm_float32(self.x[rows][:, order], weights.a[slot, s, :rank][:, order].T)
+                        a = weights.a[slot, s, :rank][:, order].T
+                        h[rows, s, :rank] = _product(self.x[rows][:, order], a, seed, out_dtype=torch.float32)
             results.append(h)
         return results
 
@@ -475,7 +477,8 @@ class Problem:
                     span = slice(self.layout.offsets[s], self.layout.offsets[s + 1])
                     order = _order(rank, seed).to(self.device)
                     h_ = h[rows, s, :rank][:, order].to(self.dtype)
-                    y[rows, span] += self._factor(slot, s, request) * (h_ @ weights.b[slot, span, :rank][:, order].T)
+                    product = _product(h_, weights.b[slot, span, :rank][:, order].T, seed)
+                    y[rows, span] += self._factor(slot, s, request) * product
             results.append(y)
         return results
 
@@ -483,9 +486,9 @@ class Problem:
         scale = 1.0 if self.case.scales is None else self.case.scales[request]
         return float(self.weights.scalings[slot, s]) * scale
 
-    def _orders(self, size: int, entries: int) -> Iterator[Tensor]:
+    def _orders(self, size: int, entries: int) -> Iterator[tuple[int, Tensor]]:
         for seed in range(_count(entries)):
-            yield _order(size, seed).to(self.device)
+            yield seed, _order(size, seed).to(self.device)
 
 
 def _count(entries: int) -> int:
@@ -497,11 +500,29 @@ def _order(size: int, seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(size)
 
 
-def _mm_float32(left: Tensor, right: Tensor) -> Tensor:
-    """A product of half tensors summed and returned in float32, as the device does it."""
-    if left.dtype == torch.float32 or left.device.type != "cuda":
-        return left.float() @ right.float()
-    return torch.mm(left, right, out_dtype=torch.float32)
+def _product(left: Tensor, right: Tensor, seed: int, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`left @ right` as torch does it, every other time as part of a product of at least 16 x 16.
+
+    A product with a vector sums in another way than one with a matrix, with another error; backends
+    may do either.
+
+    Args:
+        left: `[rows, size]`.
+        right: `[size, columns]`.
+        seed: odd for the larger product.
+        out_dtype: float32 for a float32 sum of half tensors, as the device itself sums.
+    """
+    rows, columns = left.shape[0], right.shape[1]
+    if seed % 2 and rows and columns:
+        left = left.repeat(-(-16 // rows), 1) if rows < 16 else left
+        right = right.repeat(1, -(-16 // columns)) if columns < 16 else right
+    if out_dtype is None or left.dtype == out_dtype:
+        product = left @ right
+    elif left.device.type == "cuda":
+        product = torch.mm(left, right, out_dtype=out_dtype)
+    else:
+        product = left.to(out_dtype) @ right.to(out_dtype)
+    return product[:rows, :columns]
 
 
 def _rank_id(rank: Rank) -> str:
