@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -61,6 +62,7 @@ def attach(
     max_rank: int = 64,
     max_cpu_loras: int | None = None,
     target_modules: Sequence[str] | str | None = None,
+    adapter_root: str | Path | None = None,
 ) -> LoRAManager:
     """Wrap a model's linear, embedding and head modules in place, so that it serves adapters.
 
@@ -75,6 +77,7 @@ def attach(
         max_rank: the largest rank that will be loaded.
         max_cpu_loras: adapters kept in host memory, see `LoRAManager`.
         target_modules: allocate room for these sites at once, see `LoRAManager`.
+        adapter_root: load adapters from below this folder only, see `LoRAManager`.
 
     Returns:
         The manager: `manager.load_adapter(name, path)` and all else about adapters.
@@ -100,6 +103,7 @@ def attach(
         max_rank=max_rank,
         max_cpu_loras=max_cpu_loras,
         target_modules=target_modules,
+        adapter_root=adapter_root,
     )
     layers = _wrap_modules(model, manager.gate)
     manager.add_layers({layer.site.name: layer for layer in layers.values()})
@@ -275,6 +279,7 @@ class _Attachment:
         self._inside = False  # a batch of ours is prepared: an inner call runs within it
         self._originals: dict[str, Any] = {}
         self._hooks: dict[LoRALayer, dict[str, Any]] = {}
+        self._compiled_call: Any = _OMITTED
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     # -- in and out ----------------------------------------------------------------------------------
@@ -290,7 +295,9 @@ class _Attachment:
             for name in _CONTINUOUS:
                 if hasattr(self.model, name):
                     self._override(name, self._wrap_continuous)
-        setattr(self.model, _ATTRIBUTE, self)
+        own = vars(self.model)
+        self._compiled_call = own.pop("_compiled_call", _OMITTED)  # compiled over the bare modules
+        own[_ATTRIBUTE] = self
 
     def remove(self) -> None:
         self.manager.close()
@@ -304,6 +311,8 @@ class _Attachment:
                 own[name] = original
         del own[_ATTRIBUTE]
         own.pop("_compiled_call", None)  # compiled over the wrapped modules
+        if self._compiled_call is not _OMITTED:
+            own["_compiled_call"] = self._compiled_call
 
     def _override(
         self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -159,6 +159,19 @@ def test_adapters_for_parts_of_a_packed_site(parts):
         torch.testing.assert_close(mixed[0][kept[0]], expected[kept[0]], rtol=1e-4, atol=1e-4)
 
 
+def test_target_modules_have_room_from_the_start_and_alone():
+    manager = attach(make_model("llama"), "torch", target_modules=["q_proj", "lm_head"])
+    with_room = {name for name, layer in manager.layers.items() if layer.weights is not None}
+    assert with_room == {*(f"model.layers.{i}.self_attn.q_proj" for i in range(2)), "lm_head"}
+
+
+def test_adapter_root_is_where_names_are_looked_up(tmp_path):
+    model = make_model("llama")
+    make_adapter(model, tmp_path / "one", seed=0, r=2, target_modules=["q_proj"])
+    manager = attach(model, "torch", adapter_root=tmp_path)
+    assert manager.load_adapter("one").max_rank == 2
+
+
 # -- refusals: nothing is changed by them ----------------------------------------------------------------
 
 

@@ -14,8 +14,9 @@ from lora_core.errors import (
     NoFreeSlotError,
     UnsupportedOpError,
 )
+from lora_core.integrations.transformers import attach, detach
 from lora_core.manager import LoRARequest
-from tests.transformers.tiny import make_model, prompts
+from tests.transformers.tiny import make_adapter, make_model, peft_model, prompts
 
 NAMES = ["attention", None, "all-rslora"]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -326,6 +327,29 @@ def test_compiled_static_cache(attached, compiler, graphs):
         mixed = bench.model.generate(**inputs, **options, adapter_names=names)
         assert_rows_equal_peft(bench, mixed, inputs, names, **GREEDY)
         assert 1 <= graphs() <= 2  # compiled indeed, and not again
+
+
+def test_compiled_before_attach_and_after_detach(graphs, tmp_path):
+    model = make_model("llama", num_hidden_layers=1)
+    folder = make_adapter(model, tmp_path, seed=0, r=4, target_modules="all-linear")
+    references = {"one": peft_model(model, folder), None: peft_model(model, None)}
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    inputs = prompts(2)
+    options = {**GREEDY, "cache_implementation": "static", "compile_config": config}
+    expected = {
+        name: reference.generate(**inputs, **GREEDY) for name, reference in references.items()
+    }
+
+    assert torch.equal(model.generate(**inputs, **options), expected[None])
+    attach(model, "torch").load_adapter("one", folder)
+    mixed = model.generate(**inputs, **options, adapter_names=[None, "one"])
+    assert torch.equal(mixed[0], expected[None][0])
+    assert torch.equal(mixed[1], expected["one"][1])
+    assert not torch.equal(mixed[1], expected[None][1])
+    detach(model)
+    assert torch.equal(model.generate(**inputs, **options), expected[None])
+    assert graphs() >= 2
 
 
 def test_greedy_tokens_are_the_same_over_many_runs(attached):
