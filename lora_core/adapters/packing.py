@@ -386,6 +386,10 @@ class _SitePacker:
                         )
                     filled.add((part, i))
             rows = slice(layout.offsets[covered[0]], layout.offsets[covered[-1] + 1])
+            if parts.weight is not None and parts.a is not None:
+                raise AdapterFormatError(
+                    f"{self.where}: {name} has both a whole weight and A and B, which PEFT never has"
+                )
             if parts.weight is not None:
                 full = self._full(name, parts.weight, rows, full)
             if parts.base_weight is not None:

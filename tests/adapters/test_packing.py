@@ -479,6 +479,7 @@ def without(key):
         ({**GOOD, "proj.lora_A.weight": GOOD[A]}, {}, "the same part of proj"),
         ({**GOOD, "proj.alpha": torch.ones(2)}, {}, "one finite number"),
         ({**GOOD, "proj.alpha": torch.tensor(torch.nan)}, {}, "one finite number"),
+        ({**GOOD, "proj.weight": torch.ones(10, K)}, {}, "both a whole weight and A and B"),
         (GOOD, {"use_dora": True}, "has no lora_magnitude_vector"),
         ({**GOOD, "proj.lora_magnitude_vector": torch.ones(10)}, {}, "use_dora is not set"),
     ],
