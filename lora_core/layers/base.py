@@ -51,7 +51,8 @@ class LoRALayer(nn.Module):
         base: `base_layer` as backends see it, made once.
         dtype: of the activations that the site computes with, and so of its adapters.
         weights: of the site, None until the manager puts adapters there.
-        handle: what compiled graphs call this layer by, see `lora_core.layers.compiled`.
+        handle: int64 scalar on the host, what compiled graphs call this layer by; a tensor, because
+            graphs are shared by layers that differ in tensors, but specialised to integers.
     """
 
     base_layer: nn.Module
@@ -60,7 +61,7 @@ class LoRALayer(nn.Module):
     site: Site
     gate: ForwardGate
     weights: LoRAWeights | None
-    handle: int
+    handle: Tensor
 
     live: ClassVar[WeakValueDictionary[int, LoRALayer]] = WeakValueDictionary()
     """Every layer that exists, by handle."""
@@ -75,8 +76,9 @@ class LoRALayer(nn.Module):
         object.__setattr__(self, "base_layer", base_layer)
         self.training = base_layer.training
         self.site, self.gate, self.weights = site, gate, None
-        self.handle = next(self._handles)
-        self.live[self.handle] = self
+        number = next(self._handles)
+        self.handle = torch.tensor(number, device="cpu")
+        self.live[number] = self
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,8 +1,8 @@
 """The one operator through which compiled graphs reach the layers.
 
 A graph must not hold what changes between forwards: the batch, the slots, whether anything is
-active. It holds a layer's handle, an integer; the operator looks the layer up and reads the batch
-when it runs. The base product stays in the graph. Eager calls never come here.
+active. It hands the operator a layer's handle, and the operator looks the layer and its batch up
+when it runs. The base product stays in the graph, and eager calls never come here.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lora_core.layers.base import LoRALayer
 _library = torch.library.Library("lora_core", "DEF")  # type: ignore[no-untyped-call]
 # cudagraph_unsafe: a recorded CUDA graph would replay the batch it was recorded with
 _library.define(  # type: ignore[no-untyped-call]
-    "add_delta(Tensor x, Tensor(a!) out, int handle, int logits_pass) -> ()",
+    "add_delta(Tensor x, Tensor(a!) out, Tensor handle, int logits_pass) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 
 
-def add_delta(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
+def add_delta(x: Tensor, out: Tensor, handle: Tensor, logits_pass: int) -> None:
     """Turn a base module's output into the layer's, in place, if a batch is prepared when this runs.
 
     Args:
         x: `[..., K]`, or integer ids `[...]` of an embedding.
         out: `[..., N]`, what the base module made of x.
-        handle: of the layer.
+        handle: int64 scalar on the host, of the layer.
         logits_pass: of an lm_head; -1 for other layers.
     """
     torch.ops.lora_core.add_delta(x, out, handle, logits_pass)
@@ -53,8 +53,8 @@ class _Computed:
         return self._out if x is self._x else self._base(x)
 
 
-def _run(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
-    layer = LoRALayer.live[handle]
+def _run(x: Tensor, out: Tensor, handle: Tensor, logits_pass: int) -> None:
+    layer = LoRALayer.live[int(handle)]
     weights, backend = layer.weights, layer.gate.backend
     if weights is None or backend.batch_info is None or not x.numel():
         layer.require_intended(x.numel())
@@ -76,7 +76,7 @@ def _run(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
         out.copy_(result.view(out.shape))
 
 
-def _fake(x: Tensor, out: Tensor, handle: int, logits_pass: int) -> None:
+def _fake(x: Tensor, out: Tensor, handle: Tensor, logits_pass: int) -> None:
     """Nothing to infer: the operator returns nothing, and `out` keeps its shape."""
 
 

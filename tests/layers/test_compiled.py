@@ -98,6 +98,30 @@ def test_adapters_that_arrive_after_compiling_are_seen():
     assert counter.frame_count == 1
 
 
+def test_equal_layers_share_one_graph():
+    """A model whose blocks are compiled one by one, as large models are."""
+    gate = make_gate()
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = LoRALinear(nn.Linear(K, K), make_site("linear", K, K), gate)
+            self.proj.weights = make_weights(K, K)
+
+        def forward(self, x):
+            return torch.relu(self.proj(x))
+
+    blocks = [Block() for _ in range(12)]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = [torch.compile(block, fullgraph=True, backend=counter) for block in blocks]
+    prepare(gate, [2, 4], [0, 1])
+    x = expected = torch.randn(6, K)
+    for block, fast in zip(blocks, compiled, strict=True):
+        x, expected = fast(x), block(expected)
+    torch.testing.assert_close(x, expected)
+    assert counter.frame_count == 1
+
+
 FEATURES = ["output_scale", "bias", "full"]
 
 
@@ -149,7 +173,10 @@ def test_input_that_requires_grad_is_refused():
     gate = make_gate()
     layer = LoRALinear(nn.Linear(K, N), make_site("linear", K, N), gate)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    with torch.enable_grad(), pytest.raises(Exception, match=r"UnsupportedOpError|training through"):
+    with (
+        torch.enable_grad(),
+        pytest.raises(Exception, match=r"UnsupportedOpError|training through"),
+    ):
         compiled(torch.randn(3, K, requires_grad=True))
 
 
