@@ -212,14 +212,9 @@ class PreparedBatch:
     backend: LoRABackend[Any]
     gate: ForwardGate
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Direct the layers to this batch, for forwards of several lanes in turn."""
-        before, self.gate.backend = self.gate.backend, self.backend
-        try:
-            yield
-        finally:
-            self.gate.backend = before
+        return _directed(self.gate, self.backend)
 
 
 class LoRAManager:
@@ -757,9 +752,16 @@ class LoRAManager:
             keep.add(slot_of[adapter.name])
 
     def reset(self, *, lane: int = 0) -> None:
-        """End the live batch of a lane, if there is one; afterwards its layers are inactive."""
+        """End the live batch of a lane, if there is one; layers directed to it return to lane 0."""
         with self._changed:
-            self._end(self._lane(lane), lane)
+            state = self._lane(lane)
+            self._end(state, lane)
+            if self.gate.backend is state.backend:
+                self.gate.backend = self.backend
+
+    def active(self, lane: int) -> AbstractContextManager[None]:
+        """Direct the layers to a lane, for those who prepare and reset several by hand."""
+        return _directed(self.gate, self.lane_backend(lane))
 
     @contextmanager
     def batch(
@@ -789,12 +791,8 @@ class LoRAManager:
     def idle(self, *, lane: int = 0) -> Iterator[None]:
         """A forward without requests of its own, such as of an idle rank: ends the lane's batch first."""
         self.reset(lane=lane)
-        before, self.gate.backend = self.gate.backend, self._lanes[lane].backend
-        try:
-            with self._base_allowed():
-                yield
-        finally:
-            self.gate.backend = before
+        with self.active(lane), self._base_allowed():
+            yield
 
     @contextmanager
     def base_only(self) -> Iterator[None]:
@@ -988,6 +986,15 @@ class LoRAManager:
             pinned=adapter.pinned,
             holds=adapter.holds,
         )
+
+
+@contextmanager
+def _directed(gate: ForwardGate, backend: LoRABackend[Any]) -> Iterator[None]:
+    before, gate.backend = gate.backend, backend
+    try:
+        yield
+    finally:
+        gate.backend = before
 
 
 def _info(name: str, origin: Path | None, packed: PackedAdapter) -> AdapterInfo:

@@ -9,13 +9,13 @@ import torch
 
 from lora_core.errors import InsufficientMemoryError
 
-_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def available_host_bytes() -> int:
     """Memory that this process can still take without swapping, cgroup limits included."""
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

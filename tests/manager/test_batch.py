@@ -276,7 +276,7 @@ class PlainBackend(TorchBackend):
 RICH = {
     "dora": ({"use_dora": True}, {"q_proj.lora_magnitude_vector": torch.ones(12), "v_proj.lora_magnitude_vector": torch.ones(8)}),
     "bias": ({}, {"q_proj.bias": torch.ones(12)}),
-    "full_weight": ({}, {"q_proj.weight": torch.ones(12, K)}),
+    "full_weight": ({}, {"o_proj.weight": torch.ones(K, K)}),
 }  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def test_features_that_the_backend_does_not_claim_are_refused_at_load(op):
     model = Model(bias=True)
     manager = model.attach(LoRAManager(PlainBackend(device="cpu"), max_loras=2, max_rank=8))
     with pytest.raises(
-        UnsupportedAdapterError, match=rf"'a': q_proj .*backend 'plain' does not claim '{op}'"
+        UnsupportedAdapterError, match=rf"'a': \w+ .*backend 'plain' does not claim '{op}'"
     ):
         manager.load_adapter("a", source)
     assert all(layer.weights is None for layer in model.layers.values())
@@ -430,6 +430,15 @@ def test_resetting_one_lane_leaves_the_other():
     with manager.idle(lane=0):
         assert manager.gate.backend is manager.lane_backend(0)
     assert manager.lane_backend(1).batch_info is not None
+    manager.prepare(requests("a"), lane=0)
+    with manager.active(1):
+        assert manager.gate.backend is manager.lane_backend(1)
+    assert manager.gate.backend is manager.lane_backend(0)
+    with manager.active(1):
+        manager.reset(lane=1)
+        assert manager.gate.backend is manager.lane_backend(0)
+    manager.reset()
+    manager.unload_adapter("a")
 
 
 # -- plan ------------------------------------------------------------------------------------------------
