@@ -35,8 +35,8 @@ class Captured:
 
     Args:
         device: where its tensors are.
-        function: run once to record it (on CUDA once more before, as engines do); it must work on
-            tensors that stay where they are.
+        function: run once to warm up, as engines do, and once to record it; it must work on tensors
+            that stay where they are.
 
     Attributes:
         result: what the function returned; replaying rewrites it in place.
@@ -57,6 +57,7 @@ class Captured:
             with torch.cuda.graph(self._graph):
                 self.result = function()
         else:
+            function()
             recorder = _Recorder(self._steps)
             with HostReads(), recorder, _interpreter_launches(recorder):
                 self.result = function()

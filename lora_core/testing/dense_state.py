@@ -116,7 +116,7 @@ def remembers_nothing(subject: Subject, case: DenseCase) -> None:
             continue
         backend = subject.new()
         if kind is not None:
-            backend.init_graph(kind, max_requests=64, max_tokens=128)
+            backend.init_graph(kind, max_requests=64, max_tokens=max(64, case.tokens))
         mode = case.batch.mode if kind is None else kind
         where = "in eager mode" if kind is None else f"with a {kind} graph batch"
         before = remember(backend)

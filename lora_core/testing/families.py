@@ -12,8 +12,12 @@ from lora_core.testing.engine import Family
 
 _HOMES: dict[FamilyName, tuple[str, str]] = {
     "dense": ("lora_core.testing.dense_family", "DENSE"),
-    "moe": ("lora_core.testing.moe_family", "MOE"),
 }
+
+
+def every_family() -> list[Family[Any]]:
+    """Every family that this release has."""
+    return [_import(*home) for home in _HOMES.values()]
 
 
 def family_of(name: str) -> Family[Any]:
@@ -22,9 +26,13 @@ def family_of(name: str) -> Family[Any]:
     Raises:
         BackendNotFoundError: no backend has that name.
     """
-    for family, (module, attribute) in _HOMES.items():
+    for family, home in _HOMES.items():
         if name in registry().found[family]:
-            found: Family[Any] = getattr(import_module(module), attribute)
-            return found
+            return _import(*home)
     load_backend(name)  # raises, naming what there is
     raise BackendNotFoundError(name)
+
+
+def _import(module: str, attribute: str) -> Family[Any]:
+    family: Family[Any] = getattr(import_module(module), attribute)
+    return family
