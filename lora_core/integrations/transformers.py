@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lora_core.backend import LoRABackend
 from lora_core.capabilities import Mode
 from lora_core.errors import (
-    AdapterNotFoundError,
     AttachError,
     BatchMismatchError,
     InvalidBatchError,
@@ -373,12 +372,12 @@ class _Attachment:
             if kwargs.get("cache_implementation") == "paged":
                 raise _continuous_batching(self.manager)
             names = self._names(adapter_names, _prompts(args, kwargs))
-            with ExitStack() as held:
-                for name in {name for name in names if name is not None}:
-                    held.enter_context(self.manager.acquire(name))
+            with self._held(names):
                 self._generation = _Generation(names)
-                held.callback(setattr, self, "_generation", None)
-                return original(*args, **kwargs)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    self._generation = None
 
         return generate
 
@@ -400,17 +399,19 @@ class _Attachment:
                 yield
             return
         batch, length = _input_shape(args, kwargs)
-        if adapter_names is _OMITTED:
-            generation = self._generation
+        if self._generation is not None:
+            requests = self._generation.requests(batch, length)
+            held: AbstractContextManager[None] = nullcontext()
         else:
-            generation = _Generation(self._names(adapter_names, batch))
-        assert generation is not None
+            names = self._names(adapter_names, batch)
+            requests = [LoRARequest(name, length) for name in names]
+            held = self._held(names)
         kept = self._kept(kwargs, length)
         logits = () if kept is None else ([kept] * batch,)
         mode: Mode = "decode" if length == 1 else "prefill"
         self._inside = True
         try:
-            with self.manager.batch(generation.requests(batch, length), mode=mode, logits=logits):
+            with held, self.manager.batch(requests, mode=mode, logits=logits):
                 yield
         finally:
             self._inside = False
@@ -433,23 +434,24 @@ class _Attachment:
             raise InvalidBatchError(
                 f"adapter_names has {strange[0]!r}: each row has one adapter, by name, or None for the base model"
             )
-        names = [None if name == BASE_NAME else name for name in adapter_names]
-        wanted, loaded = {name for name in names if name is not None}, self.manager.adapters()
-        unknown = [name for name in wanted if name not in loaded]
-        if unknown:
-            raise AdapterNotFoundError(
-                f"adapter_names asks for {unknown[0]!r}, which is not loaded; loaded are "
-                f"{', '.join(map(repr, loaded)) or 'none'}. Use manager.load_adapter first."
-            )
-        if len(wanted) > self.manager.max_loras:
-            raise NoFreeSlotError(
-                f"adapter_names asks for {len(wanted)} different adapters, but there are {self.manager.max_loras} "
-                "slots: split the batch, or attach with more max_loras"
-            )
-        for name in wanted:
-            if not loaded[name].resident:  # files are not read while a batch is prepared
-                self.manager.prefetch(name)
-        return names
+        return [None if name == BASE_NAME else name for name in adapter_names]
+
+    @contextmanager
+    def _held(self, names: Sequence[str | None]) -> Iterator[None]:
+        """Adapters stay loaded meanwhile, and were read again if the host tier had dropped them."""
+        wanted = dict.fromkeys(name for name in names if name is not None)
+        with ExitStack() as holds:
+            for name in wanted:
+                holds.enter_context(self.manager.acquire(name))
+            if len(wanted) > self.manager.max_loras:
+                raise NoFreeSlotError(
+                    f"adapter_names asks for {len(wanted)} different adapters, but there are "
+                    f"{self.manager.max_loras} slots: split the batch, or attach with more max_loras"
+                )
+            if self.manager.max_cpu_loras is not None:
+                for name in wanted:
+                    self.manager.prefetch(name)
+            yield
 
     def _kept(self, kwargs: dict[str, Any], length: int) -> int | None:
         """Rows per request that the head gets, None for all."""

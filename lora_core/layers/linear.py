@@ -133,6 +133,7 @@ class LoRALinear(LoRALayer):
         if torch.compiler.is_compiling():
             self.refuse_training(x)
             out: Tensor = self.base_layer(x)
+            out = out.clone() if out is x else out
             compiled.add_delta(x, out, self.handle, -1 if logits_pass is None else logits_pass)
             return out
         weights, backend = self.weights, self.gate.backend

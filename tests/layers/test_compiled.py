@@ -169,6 +169,24 @@ def test_forgotten_batch_is_heard_of_when_the_graph_runs():
         compiled(x)
 
 
+def test_base_that_returns_its_input_is_copied():
+    class Same(nn.Module):
+        in_features = out_features = K
+
+        def forward(self, x):
+            return x
+
+    gate = make_gate()
+    layer = LoRALinear(Same(), make_site("linear", K, K), gate, dtype=torch.float32)
+    layer.weights = make_weights(K, K)
+    prepare(gate, [3], [0])
+    x = torch.randn(3, K)
+    before = x.clone()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+    assert torch.equal(x, before)
+
+
 def test_input_that_requires_grad_is_refused():
     gate = make_gate()
     layer = LoRALinear(nn.Linear(K, N), make_site("linear", K, N), gate)
