@@ -77,6 +77,7 @@ class SlotPool:
         self.layers: dict[str, LoRALayer] = {}
         self.generation = 0
         self._live: list[dict[str, SiteUpdate]] = [{} for _ in range(max_loras)]
+        self._torn: set[int] = set()  # slots whose last write failed half-way
         self._cuda = backend.device.type == "cuda"
         self._written: dict[int, torch.cuda.Event] = {}
         self._used: list[dict[int, torch.cuda.Event]] = [{} for _ in range(max_loras)]
@@ -284,27 +285,34 @@ class SlotPool:
             packed: the adapter.
             aside: copy on a stream of the pool's own (CUDA only), so that it overlaps a forward.
         """
-        before = self._live[slot]
-        self._live[slot] = {**before, **packed.sites}  # should this fail half-way
+        before, known = self._live[slot], slot not in self._torn
         whole = any(update.full is not None for update in packed.sites.values())
-        with self._writing(
-            slot, aside=aside and not whole
-        ):  # memory belongs to the stream that took it
+        self._live[slot] = {**before, **packed.sites}
+        with self._writing(slot, aside=aside and not whole):  # a stream's memory is its own
             for name in before.keys() - packed.sites.keys():
                 self._silence(self.layers[name], slot)
             for name, update in packed.sites.items():
-                self._write_site(self.layers[name], slot, update)
+                self._write_site(
+                    self.layers[name], slot, update, before.get(name) if known else None
+                )
         self._live[slot] = dict(packed.sites)
 
     def clear(self, slot: int) -> None:
         """Silence a slot everywhere, so that not even a stray forward can see its adapter."""
-        before, self._live[slot] = self._live[slot], {}
+        before = self._live[slot]
         if before:
             with self._writing(slot, aside=False):
                 for name in before:
                     self._silence(self.layers[name], slot)
+            self._live[slot] = {}
 
-    def _write_site(self, layer: LoRALayer, slot: int, update: SiteUpdate) -> None:
+    def _write_site(
+        self, layer: LoRALayer, slot: int, update: SiteUpdate, before: SiteUpdate | None
+    ) -> None:
+        """Write one site; what `before`, the slot's last content there, had alike is not written again.
+
+        Each copy costs the host several microseconds, whatever its size, and there are hundreds.
+        """
         weights = layer.weights
         assert weights is not None
         offsets = weights.layout.offsets
@@ -312,21 +320,20 @@ class SlotPool:
             if a is None or b is None:
                 continue
             rank = b.shape[1]
-            target = (
-                weights.a[slot, :, :rank] if weights.is_embedding else weights.a[slot, i, :rank]
-            )
-            target.copy_(a, non_blocking=True)
+            embedding = weights.is_embedding
+            a_slot = weights.a[slot, :, :rank] if embedding else weights.a[slot, i, :rank]
+            a_slot.copy_(a, non_blocking=True)
             weights.b[slot, offsets[i] : offsets[i + 1], :rank].copy_(b, non_blocking=True)
-        weights.ranks[slot].copy_(update.ranks, non_blocking=True)
-        weights.scalings[slot].copy_(update.scalings, non_blocking=True)
+        if before is None or before.factors != update.factors:
+            weights.ranks[slot].copy_(update.ranks, non_blocking=True)
+            weights.scalings[slot].copy_(update.scalings, non_blocking=True)
         if weights.output_scale is not None:
             _set(weights.output_scale[slot], update.output_scale, 1.0)
         if weights.bias is not None:
             _set(weights.bias[slot], update.bias, 0.0)
+        weights.full.pop(slot, None)
         if update.full is not None:
             weights.full[slot] = update.full.to(self.backend.device, non_blocking=True)
-        else:
-            weights.full.pop(slot, None)
 
     def _silence(self, layer: LoRALayer, slot: int) -> None:
         weights = layer.weights
@@ -343,8 +350,10 @@ class SlotPool:
     @contextmanager
     def _writing(self, slot: int, *, aside: bool) -> Iterator[None]:
         """Order what is written inside after the slot's last forward, and before its next."""
+        self._torn.add(slot)
         if not self._cuda:
             yield
+            self._torn.discard(slot)
             return
         device = self.backend.device
         stream = torch.cuda.current_stream(device)
@@ -359,6 +368,7 @@ class SlotPool:
             written = torch.cuda.Event()
             written.record(stream)
             self._written[slot] = written
+        self._torn.discard(slot)
 
     def before_forward(self, slots: Iterable[int]) -> None:
         """Make the current stream wait for writes into `slots` that may be under way elsewhere."""

@@ -133,6 +133,30 @@ def test_k26_a_third_adapter_over_an_evicted_slot_changes_nobody_else():
     )
 
 
+def test_a_write_that_fails_half_way_leaves_nothing_for_the_next(monkeypatch):
+    """Both have the same ranks and scales, which are not written again where they are known."""
+    manager, model = make(max_loras=1)
+    sources = {name: adapter(seed, ALL) for seed, name in enumerate("abc")}
+    for name, source in sources.items():
+        manager.load_adapter(name, source)
+    run(manager, model, rows(1), "a")
+    write = manager.pool._write_site
+
+    def failing(layer, *args):
+        if layer.site.name == "v_proj":
+            raise RuntimeError("out of something")
+        write(layer, *args)
+
+    manager.pool._silence(model.layers["k_proj"], 0)  # the content is not what it was
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of something"):
+        patch.setattr(manager.pool, "_write_site", failing)
+        manager.prepare([LoRARequest("b")])
+    assert manager.backend.batch_info is None
+    assert [info.slot for info in manager.adapters().values()] == [None] * 3
+    for name in "cb":
+        assert_runs(manager, model, {name: sources[name]})
+
+
 def test_k13_a_wider_adapter_after_a_narrow_one():
     narrow, wide = adapter(1, ("q_proj", "v_proj"), rank=8), adapter(2, ALL, rank=16)
     manager, model = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -164,14 +165,18 @@ def test_cuda_preparing_and_moving_in_never_synchronises():
     manager, _ = on_cuda()
     for seed, name in enumerate("ab"):
         manager.load_adapter(name, adapter(seed))
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is new
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for name in "abab":
             manager.prepare([LoRARequest(name, 2), LoRARequest(None, 3)])
             manager.reset()
             manager.prefetch("a" if name == "b" else "b")
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.cuda
