@@ -26,11 +26,12 @@ class Replay:
     Attributes:
         run: repeats it, without waiting.
         outputs: what it computed, overwritten by every run.
+        step: what was captured; a graph knows only addresses, this keeps the tensors behind them.
     """
 
     run: Callable[[], object]
     outputs: list[Tensor]
-    graph: torch.cuda.CUDAGraph | None = None
+    step: Step
 
 
 def capture(step: Step, device: torch.device) -> Replay:
@@ -42,7 +43,7 @@ def capture(step: Step, device: torch.device) -> Replay:
             for old, new in zip(held, step(), strict=True):
                 old.copy_(new)
 
-        return Replay(again, held)
+        return Replay(again, held, step)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -53,7 +54,7 @@ def capture(step: Step, device: torch.device) -> Replay:
     with torch.cuda.graph(graph, stream=stream):
         outputs = step()
     torch.cuda.synchronize(device)
-    return Replay(graph.replay, outputs, graph)
+    return Replay(graph.replay, outputs, step)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ import torch
 
 from benchmarks import dense
 from benchmarks.grid import DenseCell
-from benchmarks.research.fused_decode import FusedDecode, Tiles
-from benchmarks.research.fused_decode import fused_decode as fused_kernel
 from benchmarks.research.wide_base import WideBase, expand_wide
 from benchmarks.timing import BASE, capture, paired_rounds, timer
+from lora_core.batch import LoRABatch
+from lora_core.triton_kit import Tile
+from lora_core.triton_kit.launch import FIXED_OPTIONS
+from lora_core.weights import SliceLayout
+from lora_core_fused import decode
+from lora_core_fused.tables import band
 
 SITES = {
     "o": (4096, (4096,)),
@@ -37,32 +41,52 @@ WIDE_UP_TO = 1600
 """Spare rows above which the wide base is not tried."""
 
 
-def fused_tiles(site: str, tokens: int) -> Iterator[Tiles]:
+def fused_tiles(site: str, tokens: int) -> Iterator[Tile]:
     """Variants of the one-launch form."""
     if tokens > 64:
+        if site in ("o", "qkv", "down"):
+            yield tile(128, 64, 4, split=4)
+            yield tile(128, 64, 4, split=4, warps=8)
+            yield tile(64, 64, 4, split=2)
+        elif site == "gate_up":
+            yield tile(128, 64, 3)
+            yield tile(128, 64, 4, warps=8)
+            yield tile(64, 128, 3)
+        else:
+            yield tile(64, 64, 4, split=8)
         return
     small = tokens <= 16
     if site in ("o", "qkv", "down"):
-        yield Tiles(BN=32, BK=128, STAGES=8 if small else 6)
-        yield Tiles(BN=32, BK=256, STAGES=5 if small else 4)
-        yield Tiles(BN=32, BK=128, STAGES=8 if small else 6, PDL=True)
-        yield Tiles(BN=32, BK=256, STAGES=4, warps=8)
-        yield Tiles(BN=16, BK=256, STAGES=5 if small else 4)
-        yield Tiles(BN=64, BK=128, SPLIT=2, STAGES=5 if small else 4)
-        yield Tiles(BN=128, BK=64, SPLIT=4, STAGES=5)
+        yield tile(32, 128, 8 if small else 6)
+        yield tile(32, 256, 5 if small else 4)
+        yield tile(32, 256, 4, warps=8)
+        yield tile(16, 256, 5 if small else 4)
+        yield tile(64, 128, 5 if small else 4, split=2)
+        yield tile(128, 64, 5, split=4)
+        yield tile(32, 128, 4, split=2)
     elif site == "gate_up":
-        yield Tiles(BN=32, BK=128, STAGES=5)
-        yield Tiles(BN=32, BK=256, STAGES=4)
-        yield Tiles(BN=64, BK=128, STAGES=4)
-        yield Tiles(BN=64, BK=128, STAGES=4, PDL=True)
-        yield Tiles(BN=64, BK=64, STAGES=6)
-        yield Tiles(BN=128, BK=64, STAGES=5)
-        yield Tiles(BN=128, BK=128, STAGES=3, warps=8)
+        yield tile(32, 128, 5)
+        yield tile(32, 256, 4)
+        yield tile(64, 128, 4)
+        yield tile(64, 64, 6)
+        yield tile(128, 64, 5)
+        yield tile(128, 128, 3, warps=8)
     else:
-        yield Tiles(BN=32, BK=128, SPLIT=4, STAGES=5, H_SPLIT=8)
-        yield Tiles(BN=16, BK=256, SPLIT=2, STAGES=5, H_SPLIT=8)
-        yield Tiles(BN=32, BK=128, SPLIT=8, STAGES=5, H_SPLIT=8)
-        yield Tiles(BN=32, BK=128, SPLIT=4, STAGES=5, H_SPLIT=8, PDL=True)
+        yield tile(32, 128, 5, split=4)
+        yield tile(16, 256, 5, split=2)
+        yield tile(32, 128, 5, split=8)
+
+
+def tile(bn: int, bk: int, stages: int, *, split: int = 1, warps: int = 4) -> Tile:
+    """One choice."""
+    names = {"BN": bn, "BK": bk, "SPLIT": split, "BKH": 128, "H_SPLIT": 4, "CHUNK": 8}
+    return Tile(names, num_warps=warps, num_stages=stages)
+
+
+def words(tile: Tile) -> str:
+    """A choice in a few words."""
+    names = " ".join(f"{k}{tile[k]}" for k in ("BN", "BK", "SPLIT", "H_SPLIT"))
+    return f"{names} st{tile.num_stages} w{tile.num_warps}"
 
 
 def wide_choices(tokens: int) -> Iterator[dict[str, Any]]:
@@ -85,21 +109,24 @@ def compile_share(index: int, total: int) -> None:
     """Fill the kernel cache with variants `index, index + total, ...`."""
     device, bf = torch.device("cuda"), torch.bfloat16
     t, i, f = (torch.empty(16, dtype=d, device=device) for d in (bf, torch.int32, torch.float32))
-    jobs = []
+    jobs: list[tuple[str, DenseCell, Any]] = []
     for cell in cells():
-        groups = min(cell.max_loras, cell.tokens)
-        for tiles in fused_tiles(cell.site, cell.tokens):
-            jobs.append(("fused", cell, groups, tiles))
-        if sum(cell.widths) and cell.max_loras * len(cell.widths) * cell.max_rank <= WIDE_UP_TO:
-            jobs += [("wide", cell, groups, choice) for choice in wide_choices(cell.tokens)]
-    for form, cell, groups, choice in jobs[index::total]:
+        jobs += [("fused", cell, choice) for choice in fused_tiles(cell.site, cell.tokens)]
+        if cell.max_loras * len(cell.widths) * cell.max_rank <= WIDE_UP_TO:
+            jobs += [("wide", cell, choice) for choice in wide_choices(cell.tokens)]
+    for form, cell, choice in jobs[index::total]:
         try:
             if form == "fused":
-                launch = FusedDecode(
-                    cell.K, cell.widths, cell.max_rank, groups, cell.tokens, choice, device
+                layout, bm = SliceLayout(cell.widths), band(cell.tokens)
+                bound = decode.constexprs(
+                    choice, layout, 64, bm, False, decode.even_k(choice, cell.K)
                 )
-                fused_kernel.warmup(t, t, t, t, i, f, i, i, f, f, i, t, cell.tokens, cell.max_rank,
-                                    grid=(1,), **launch.constants)  # fmt: skip
+                r, k, n = cell.max_rank, cell.K, sum(cell.widths)
+                slices, at = layout.num_slices, 1008
+                decode.decode_kernel.warmup(
+                    t, t, t, t, t, t, i, f, i, t, f, i, cell.tokens, k, 9, at, at, at, k, k,
+                    slices * r * k, r * k, k, n * r, 1, n, grid=(1,), **FIXED_OPTIONS, **bound,
+                )  # fmt: skip
             else:
                 n, slices = sum(cell.widths), len(cell.widths)
                 row = n + cell.max_loras * slices * cell.max_rank
@@ -129,11 +156,13 @@ def measure(cell: DenseCell) -> dict[str, Any]:
         dense.fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters)
     ]
     slots = problem.row_slots.int()
-    distinct = sorted(set(slots.tolist()) - {-1})
-    bound = min(cell.max_loras, cell.tokens)
-    groups = torch.tensor(
-        distinct + [-1] * (bound - len(distinct)), dtype=torch.int32, device=device
-    )
+    ours = dense.load_backend("fused", device=device)
+    ours.init_graph("decode", max_requests=cell.requests, max_tokens=cell.tokens)
+    info = ours.prepare_batch(LoRABatch(cell.seq_lens, cell.slots, "decode"), graph="decode")
+    by_rank = [
+        dense.fill(ours, base, a, cell)
+        for base, a in zip(problem.bases, problem.adapters, strict=True)
+    ]
     replays, errors = {BASE: capture(dense.base_step(problem), device)}, {}
 
     def contender(name: str, make: Any) -> None:
@@ -142,25 +171,26 @@ def measure(cell: DenseCell) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - one variant must not end the run
             errors[name] = f"{type(error).__name__}: {str(error)[:160]}"
 
-    def fused(tiles: Tiles) -> Any:
-        launch = FusedDecode(cell.K, cell.widths, cell.max_rank, bound, cell.tokens, tiles, device)
-        return lambda: [
-            launch(
-                problem.x, base.weight, w.a, w.b.contiguous(), w.ranks, w.scalings, slots, groups
-            )
-            for base, w in zip(problem.bases, weights)
-        ]
+    def fused(choice: Tile) -> Any:
+        def step() -> list[torch.Tensor]:
+            return [
+                decode.decode(
+                    problem.x, base.weight, None, w, info.work, info.meta,
+                    ours._tiles(info, info.work, cell.tokens, w), ours.workspace.sync["fused"], choice,
+                )
+                for base, w in zip(problem.bases, by_rank, strict=True)
+            ]  # fmt: skip
+
+        return lambda: step()
 
     weights = [type(w)(w.a, w.b.contiguous(), w.ranks, w.scalings, w.layout) for w in weights]
-    for tiles in fused_tiles(cell.site, cell.tokens):
-        name = "fused " + " ".join(f"{k}{v}" for k, v in asdict(tiles).items() if getattr(Tiles(), k) != v
-                                   or k in ("BN", "BK", "STAGES"))  # fmt: skip
-        contender(name, lambda tiles=tiles: fused(tiles))
+    for choice in fused_tiles(cell.site, cell.tokens):
+        contender(f"fused {words(choice)}", partial(fused, choice))
     timed_only = set()
     if cell.max_loras * len(cell.widths) * cell.max_rank <= WIDE_UP_TO:
         wide = [
             WideBase(base.weight, w.a, w.b, w.ranks, w.scalings, cell.widths, slots)
-            for base, w in zip(problem.bases, weights)
+            for base, w in zip(problem.bases, weights, strict=True)
         ]
         contender("wide product only", lambda: lambda: [layer.product(problem.x) for layer in wide])
         timed_only.add("wide product only")
@@ -171,9 +201,9 @@ def measure(cell: DenseCell) -> dict[str, Any]:
                     WideBase(
                         base.weight, w.a, w.b, w.ranks, w.scalings, cell.widths, slots, **choice
                     )
-                    for base, w in zip(problem.bases, weights)
+                    for base, w in zip(problem.bases, weights, strict=True)
                 ]
-                for one, other in zip(made, wide):
+                for one, other in zip(made, wide, strict=True):
                     one.weight = other.weight
                 return lambda: [layer(problem.x) for layer in made]
 

@@ -1,0 +1,1 @@
+"""A backend that computes the base product itself, with LoRA inside: `load_backend("fused")`."""
