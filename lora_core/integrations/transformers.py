@@ -52,6 +52,9 @@ _CONTINUOUS: Final = (
     "continuous_batching_context_manager",
 )
 
+_REPLACING: Final = ("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings")
+"""Methods that would put a bare module where a wrapped one is, and so lose its adapters."""
+
 
 def attach(
     model: PreTrainedModel,
@@ -288,6 +291,8 @@ class _Attachment:
         for layer in self.layers.values():
             self._hooks[layer] = _lend_hook(layer.base_layer, layer)
         self._override("forward", self._wrap_forward)
+        for name in _REPLACING:
+            self._override(name, self._wrap_replacing)
         if hasattr(self.model, "generate"):
             self._override("generate", self._wrap_generate)
             self._override("get_compiled_call", self._wrap_compiled)
@@ -357,6 +362,15 @@ class _Attachment:
             if adapter_names is not None or (gate.adapters_loaded and not gate.base_allowed):
                 raise _continuous_batching(self.manager)
             return original(*args, **kwargs)
+
+        return refuse
+
+    def _wrap_replacing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise AttachError(
+                f"{type(self.model).__name__}.{original.__name__} would replace a wrapped module, whose adapters "
+                "would be lost: detach(model) first"
+            )
 
         return refuse
 

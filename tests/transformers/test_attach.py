@@ -189,6 +189,22 @@ def test_attach_twice_and_detach_twice():
         detach(model)
 
 
+def test_embeddings_are_not_replaced_under_a_wrapper():
+    model = make_model("llama")
+    attach(model, "torch")
+    before = snapshot(model)
+    for call in (
+        lambda: model.resize_token_embeddings(70),
+        lambda: model.set_input_embeddings(nn.Embedding(70, 32)),
+        lambda: model.set_output_embeddings(nn.Linear(32, 70)),
+    ):
+        with pytest.raises(AttachError, match=r"detach\(model\) first"):
+            call()
+    assert_unchanged(model, before)
+    detach(model)
+    assert model.resize_token_embeddings(70).num_embeddings == 70
+
+
 def test_models_that_cannot_be_attached(tmp_path):
     base = make_model("llama")
     peft = peft_model(base, make_adapter(base, tmp_path, seed=0, r=2, target_modules=["q_proj"]))
