@@ -73,9 +73,9 @@ def _route_cases() -> Iterator[AotCase]:
     yield _case(route_few, "BM16", {**kinds, "BM": 16, "BR": 32, "BC": 128}, "i32")
     yield _case(count_chunks, "", {**kinds, "CHUNK": 256, "BR": 32}, "i32")
     for block in (16, 512):
-        scan = {"BM": 64, "BCH": min(256, 8192 // block), "BKEY": block}
+        scan = {"BM": 64, "BCH": min(256, 8192 // block), "BKEY": block, "PDL": False}
         yield _case(scan_counts, f"keys{block}", scan, "i32", Tile({}, num_warps=8))
-        place = {**kinds, "BM": 64, "BKEY": block, "BB": 128, "CHUNK": 256, "BR": 32}
+        place = {**kinds, "BM": 64, "BKEY": block, "BB": 128, "CHUNK": 256, "BR": 32, "PDL": False}
         yield _case(place_pairs, f"keys{block}", place, "i32")
     yield _case(reduce_pairs, "bf16", {**kinds, "ACCUMULATE": True, "BN": 512}, "bf16")
 
@@ -108,7 +108,10 @@ def _product_cases() -> Iterator[AotCase]:
                         "ROUTED": slices == 1,
                         "ACCUMULATE": True,
                         "SPLITS": 2,
+                        "BM": min(tile["BM"], route["BM"]),
+                        "PARTS": route["BM"] // min(tile["BM"], route["BM"]),
                         "BN": tile["BN"],
+                        "LOOPS": tile["LOOPS"],
                         "BR": max(16, triton.next_power_of_2(rank)),
                     }
                     yield _case(expand, f"{label} {own}", {**kinds, **own}, dtype, tile)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lora_core.moe import MoECapabilities, MoELoRABackend, MoELoRAWeights, MoERoute, MoERouting
 from lora_core.triton_kit import INTERPRETED, family
 from lora_core_moe_virtual_experts import tiles
-from lora_core_moe_virtual_experts.kernels.bound import bound
+from lora_core_moe_virtual_experts.kernels.bound import bound, dependent_launch
 from lora_core_moe_virtual_experts.kernels.expand import expand
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import launch_route, max_tiles
@@ -135,77 +135,87 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
         routed_weights: bool,
         accumulate: bool,
     ) -> Tensor:
-        routing, layout = route.routing, weights.layout
-        gpu, pairs = family(self.device), routing.topk_ids.numel()
-        slices, rank = layout.num_slices, weights.max_rank
-        width, columns = layout.widths[0], slices * rank
-        a, b = weights.a, weights.b
-        pdl = gpu in {"sm90", "sm100"}
-        shared = {
-            "TOP_K": routing.top_k,
-            "HAS_MAP": routing.expert_map is not None,
-            "GROUPED": route.grouped,
-            "SLICES": slices,
-            "R": rank,
-            "BM": route.block_m,
-            "PDL": pdl,
-            "launch_pdl": pdl,
-        }
-        source = (route.order, route.tiles, route.count)
-        mapped = 0 if routing.expert_map is None else routing.expert_map.shape[0]
-        sizes = (mapped, routing.num_slots, routing.num_experts)
+        h = self._shrink(x, weights, route)
+        self._expand(h, weights, route, out, routed_weights=routed_weights, accumulate=accumulate)
+        return out
 
-        tile = tiles.SHRINK.pick(gpu, pairs=pairs, inputs=weights.in_features, columns=columns)
-        splits = tile["SPLITS"]
-        block_c = min(tile["BC"], max(16, triton.next_power_of_2(columns)))
+    def _shrink(self, x: Tensor, weights: MoELoRAWeights, route: VirtualRoute) -> Tensor:
+        """H of every place, float32 `[splits, P, slices * R]`."""
+        a, pairs = weights.a, route.routing.topk_ids.numel()
+        columns = weights.layout.num_slices * weights.max_rank
+        tile = tiles.SHRINK.pick(
+            family(self.device), pairs=pairs, inputs=weights.in_features, columns=columns
+        )
+        splits, block_c = tile["SPLITS"], min(tile["BC"], max(16, triton.next_power_of_2(columns)))
         h = torch.empty(splits, pairs, columns, dtype=torch.float32, device=x.device)
         bound(
             shrink,
             PAIRS=x.dim() == 3,
             SPLITS=splits,
+            BM=route.block_m,
             BC=block_c,
             BK=tile["BK"],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **shared,
+            **self._kinds(weights, route),
         )(
             (route.num_tiles, splits, triton.cdiv(columns, block_c)),
-            *(x, a, weights.ranks, h, *source, pairs, weights.in_features, *sizes),
-            *(
-                x.stride(-2),
-                a.stride(0),
-                0 if weights.shared_a else a.stride(1),
-                a.stride(2),
-                a.stride(3),
-            ),
+            *(x, a, weights.ranks, h, route.order, route.tiles, route.count),
+            *(pairs, weights.in_features, *_sizes(route.routing)),
+            *(x.stride(-2), a.stride(0), 0 if weights.shared_a else a.stride(1)),
+            *(a.stride(2), a.stride(3)),
         )
-        tile = tiles.EXPAND.pick(gpu, pairs=pairs, outputs=width, columns=columns)
+        return h
+
+    def _expand(
+        self,
+        h: Tensor,
+        weights: MoELoRAWeights,
+        route: VirtualRoute,
+        out: Tensor,
+        *,
+        routed_weights: bool,
+        accumulate: bool,
+    ) -> None:
+        b, slices = weights.b, weights.layout.num_slices
+        splits, pairs, columns = h.shape
+        width = weights.layout.widths[0]
+        tile = tiles.EXPAND.pick(family(self.device), pairs=pairs, outputs=width, columns=columns)
+        block_m = min(tile["BM"], route.block_m)
+        parts = route.block_m // block_m
+        loops = min(tile["LOOPS"], triton.cdiv(width, tile["BN"]))
         bound(
             expand,
             ROUTED=routed_weights,
             ACCUMULATE=accumulate,
             SPLITS=splits,
+            BM=block_m,
+            PARTS=parts,
             BN=tile["BN"],
-            BR=max(16, triton.next_power_of_2(rank)),
+            LOOPS=loops,
+            BR=max(16, triton.next_power_of_2(weights.max_rank)),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            **shared,
+            **self._kinds(weights, route),
         )(
-            (route.num_tiles, triton.cdiv(width, tile["BN"]), slices),
-            *(
-                h,
-                b,
-                weights.ranks,
-                weights.scalings,
-                routing.topk_weights,
-                out,
-                *source,
-                pairs,
-                width,
-            ),
-            *(*sizes, b.stride(0), 0 if weights.shared_b else b.stride(1), b.stride(2)),
+            (route.num_tiles * parts, triton.cdiv(width, tile["BN"] * loops), slices),
+            *(h, b, weights.ranks, weights.scalings, route.routing.topk_weights, out),
+            *(route.order, route.tiles, route.count, pairs, width, *_sizes(route.routing)),
+            *(b.stride(0), 0 if weights.shared_b else b.stride(1), b.stride(2)),
         )
-        return out
+
+    def _kinds(self, weights: MoELoRAWeights, route: VirtualRoute) -> dict[str, object]:
+        """The constants that both kernels have."""
+        pdl = dependent_launch(self.device)
+        return {
+            "TOP_K": route.routing.top_k,
+            "HAS_MAP": route.routing.expert_map is not None,
+            "GROUPED": route.grouped,
+            "SLICES": weights.layout.num_slices,
+            "R": weights.max_rank,
+            "PDL": pdl,
+            "launch_pdl": pdl,
+        }
 
     def _reduce(
         self,
@@ -230,6 +240,11 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
             (routing.num_tokens, triton.cdiv(out.shape[1], block_n), 1),
             *(per_pair, weights.ranks, out, routing.topk_ids, slots),
             routing.topk_ids if mapping is None else mapping,
-            *(out.shape[1], 0 if mapping is None else mapping.shape[0]),
-            *(routing.num_slots, routing.num_experts),
+            *(out.shape[1], *_sizes(routing)),
         )
+
+
+def _sizes(routing: MoERouting) -> tuple[int, int, int]:
+    """Entries of the expert map, slots, experts."""
+    mapped = 0 if routing.expert_map is None else routing.expert_map.shape[0]
+    return mapped, routing.num_slots, routing.num_experts

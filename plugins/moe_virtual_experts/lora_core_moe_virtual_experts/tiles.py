@@ -57,7 +57,16 @@ EXPAND = TileTable(
     "virtual experts expand",
     ("pairs", "outputs", "columns"),
     (
-        Rule(Tile({"BN": 64}, num_warps=2), "8 pairs: more programs", where={"pairs": (0, 16)}),
-        Rule(Tile({"BN": 128}, num_warps=4), "tiles enough"),
+        Rule(
+            Tile({"BM": 16, "BN": 64, "LOOPS": 1}, num_warps=2),
+            "8 pairs: more programs",
+            where={"pairs": (0, 16)},
+        ),
+        Rule(
+            Tile({"BM": 16, "BN": 256, "LOOPS": 1}, num_warps=4),
+            "one wave",
+            where={"pairs": (0, 1024)},
+        ),
+        Rule(Tile({"BM": 32, "BN": 128, "LOOPS": 4}, num_warps=4), "tiles enough: read ahead"),
     ),
 )

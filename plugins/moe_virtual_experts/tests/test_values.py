@@ -34,9 +34,10 @@ def backend():
 @pytest.fixture(params=FORMS, ids=str)
 def form(request, monkeypatch):
     """Both forms at every size, with splits of K and blocks of N that do not divide."""
-    fix(monkeypatch, "ROUTE", GROUPED=FORMS[request.param], BM=16)
+    grouped = FORMS[request.param]
+    fix(monkeypatch, "ROUTE", GROUPED=grouped, BM=32 if grouped else 16)
     fix(monkeypatch, "SHRINK", BC=16, BK=16, SPLITS=3)
-    fix(monkeypatch, "EXPAND", BN=16)
+    fix(monkeypatch, "EXPAND", BM=16, BN=16, LOOPS=2)
     return request.param
 
 
@@ -173,7 +174,7 @@ def test_overwriting(backend, form, rows):
 
 
 def test_a_group_larger_than_a_tile(backend, form):
-    """40 pairs of one virtual expert: tiles of 16, 16 and 8."""
+    """40 pairs of one virtual expert: tiles of 32 and 8, in parts of 16."""
     weights = make_weights(
         backend.device,
         experts=2,

@@ -1,10 +1,12 @@
-"""Launches by kernel and constants, bound once per process."""
+"""Launches by kernel and constants, bound once per process; and whether they may overlap."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lora_core.triton_kit import Launch
+import torch
+
+from lora_core.triton_kit import Launch, family
 
 _launches: dict[tuple[object, ...], Launch] = {}
 
@@ -21,3 +23,12 @@ def bound(kernel: Any, **constants: Any) -> Launch:
     if launch is None:
         launch = _launches[key] = Launch(kernel, **constants)
     return launch
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may be put in place while the one before it still runs.
+
+    Such a kernel (`launch_pdl`) waits by `gdc_wait` before it reads what the other writes. Only
+    kernels from Hopper on can.
+    """
+    return family(device) in {"sm90", "sm100"}

@@ -1,12 +1,13 @@
 """Expand: `out[pair, s * W + n] (+)= scaling * w[pair] * sum over r of B[key, s * W + n, r] * h[place, s, r]`.
 
-One program makes the output of one tile for one block of one slice, and reads that part of B once.
-Launched while shrink still runs, it loads B and `out` before it waits for h.
+One program makes the output of one part of a tile for LOOPS blocks of one slice. It loads the next
+block's B and `out` before it multiplies the present one; and launched while shrink still runs, it
+loads the first before it waits for h.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN201
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -46,53 +47,100 @@ def expand(
     R: tl.constexpr,
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
+    PARTS: tl.constexpr,
     BN: tl.constexpr,
+    LOOPS: tl.constexpr,
     BR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile, one block of one slice: program (tile, block, slice)."""
-    tile = tl.program_id(0)
-    part = tl.program_id(2)  # the slice
-    columns = tl.program_id(1) * BN + tl.arange(0, BN)
-    m_columns = columns < W
-    key, places, pairs, m_pairs = load_tile(
-        tile, p_order, p_tiles, p_num_tiles, G, S, E, TOP_K, HAS_MAP, GROUPED, BM
+    """One part of a tile, LOOPS blocks of one slice: program (tile and part, blocks, slice)."""
+    index = tl.program_id(0)
+    s = tl.program_id(2)
+    key, count, places, pairs, m_pairs = load_tile(
+        index // PARTS,
+        index % PARTS,
+        p_order,
+        p_tiles,
+        p_num_tiles,
+        G,
+        S,
+        E,
+        TOP_K,
+        HAS_MAP,
+        GROUPED,
+        BM,
     )
     slot = key // E
-    rank = tl.load(p_ranks + slot * SLICES + part, mask=key < S * E, other=0)
-    p_rows = p_out + pairs.to(tl.int64)[:, None] * (SLICES * W) + part * W + columns[None, :]
-    mask = m_pairs[:, None] & m_columns[None, :]
-    if rank == 0:
+    rank = tl.load(p_ranks + slot * SLICES + s, mask=key < S * E, other=0)
+    columns = tl.program_id(1) * (BN * LOOPS) + tl.arange(0, BN)
+    p_rows = p_out + pairs.to(tl.int64)[:, None] * (SLICES * W) + s * W
+    if (rank == 0) | (count <= 0):
         if PDL:  # a kernel after this one relies on shrink having finished
             cuda.gdc_wait()
         if not ACCUMULATE:
-            tl.store(p_rows, tl.zeros([BM, BN], p_out.dtype.element_ty), mask=mask)
+            zeros = tl.zeros([BM, BN], p_out.dtype.element_ty)
+            for loop in tl.static_range(LOOPS):
+                here = columns + loop * BN
+                tl.store(p_rows + here[None, :], zeros, mask=m_pairs[:, None] & (here < W)[None, :])
         return
+
     ranks = tl.arange(0, BR)
     m_ranks = ranks < rank
-    p_b_rows = (
+    p_b_ranks = (
         p_b
         + slot.to(tl.int64) * s_slot
         + (key % E).to(tl.int64) * s_expert
-        + (part * W + columns).to(tl.int64) * s_row
+        + (s * W).to(tl.int64) * s_row
+        + ranks[None, :]
     )
-    b_b = tl.load(
-        p_b_rows[:, None] + ranks[None, :], mask=m_columns[:, None] & m_ranks[None, :], other=0.0
-    )  # [BN, BR]
-    factor = tl.load(p_scalings + slot * SLICES + part)
+    factor = tl.load(p_scalings + slot * SLICES + s)
     factors = tl.full([BM], 1.0, tl.float32) * factor
     if ROUTED:
         factors *= tl.load(p_weights + pairs, mask=m_pairs, other=0.0).to(tl.float32)
-    if ACCUMULATE:
-        b_old = tl.load(p_rows, mask=mask, other=0.0)
+    b_b, b_old = _load_block(p_b_ranks, m_ranks, p_rows, m_pairs, columns, W, s_row, ACCUMULATE)
     if PDL:
         cuda.gdc_wait()
-    m_h = m_pairs[:, None] & m_ranks[None, :]
     h = tl.zeros([BM, BR], tl.float32)
     for split in tl.static_range(SPLITS):
-        h_rows = (split * P + places).to(tl.int64) * (SLICES * R) + part * R
+        h_rows = (split * P + places).to(tl.int64) * (SLICES * R) + s * R
+        m_h = m_pairs[:, None] & m_ranks[None, :]
         h += tl.load(p_h + h_rows[:, None] + ranks[None, :], mask=m_h, other=0.0)
-    acc = dot(h.to(b_b.dtype), tl.trans(b_b), tl.zeros([BM, BN], tl.float32)) * factors[:, None]
+    h = h.to(p_b.dtype.element_ty)
+    for loop in tl.static_range(LOOPS):
+        here = columns + loop * BN
+        now_b, now_old = b_b, b_old
+        if loop + 1 < LOOPS:
+            b_b, b_old = _load_block(
+                p_b_ranks, m_ranks, p_rows, m_pairs, here + BN, W, s_row, ACCUMULATE
+            )
+        acc = dot(h, tl.trans(now_b), tl.zeros([BM, BN], tl.float32)) * factors[:, None]
+        if ACCUMULATE:
+            acc += now_old.to(tl.float32)
+        mask = m_pairs[:, None] & (here < W)[None, :]
+        tl.store(p_rows + here[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_block(
+    p_b_ranks,  # [1, BR] - the first row of the slice
+    m_ranks,  # [BR]
+    p_rows,  # [BM, 1] - the rows of out
+    m_pairs,  # [BM]
+    columns,  # [BN]
+    W,
+    s_row,
+    ACCUMULATE: tl.constexpr,
+):
+    """Of one block: B [BN, BR], and out [BM, BN] where it is added to."""
+    m_columns = columns < W
+    b_b = tl.load(
+        p_b_ranks + columns.to(tl.int64)[:, None] * s_row,
+        mask=m_columns[:, None] & m_ranks[None, :],
+        other=0.0,
+    )
+    b_old = b_b  # unused where nothing is added to
     if ACCUMULATE:
-        acc += b_old.to(tl.float32)
-    tl.store(p_rows, acc.to(p_out.dtype.element_ty), mask=mask)
+        b_old = tl.load(
+            p_rows + columns[None, :], mask=m_pairs[:, None] & m_columns[None, :], other=0.0
+        )
+    return b_b, b_old

@@ -19,9 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from lora_core.moe import MoERouting
-from lora_core_moe_virtual_experts.kernels.bound import bound
+from lora_core_moe_virtual_experts.kernels.bound import bound, dependent_launch
 from lora_core_moe_virtual_experts.kernels.keys import load_keys
 
 TILE_WORDS = 4  # key, first place, pairs, unused: one aligned vector
@@ -32,6 +33,14 @@ def _store_tile(p_tile, key, first, pairs, mask):
     tl.store(p_tile, key, mask=mask)
     tl.store(p_tile + 1, first, mask=mask)
     tl.store(p_tile + 2, pairs, mask=mask)
+
+
+@triton.jit
+def _count_same(rows, keys, others, m_others, found):
+    """Per row: others of its key, plus 2^16 times those of them that come earlier; fewer than 2^15."""
+    same = (found[None, :] == keys[:, None]) & m_others[None, :]
+    worth = tl.where(others[None, :] < rows[:, None], (1 << 16) + 1, 1)
+    return tl.sum(tl.where(same, worth, 0), 1)
 
 
 @triton.jit
@@ -57,16 +66,15 @@ def route_few(
     m_rows = rows < P
     keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
     smaller = tl.zeros([BR], tl.int32)
-    equal = tl.zeros([BR], tl.int32)
-    earlier = tl.zeros([BR], tl.int32)
+    same = tl.zeros([BR], tl.int32)
     for start in range(0, P, BC):
         others = start + tl.arange(0, BC)
         m_others = others < P
         found = load_keys(p_ids, p_slots, p_map, others, m_others, G, S, E, TOP_K, HAS_MAP)
-        same = (found[None, :] == keys[:, None]) & m_others[None, :]  # [BR, BC]
         smaller += tl.sum((found[None, :] < keys[:, None]).to(tl.int32), 1)
-        equal += tl.sum(same.to(tl.int32), 1)
-        earlier += tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
+        same += _count_same(rows, keys, others, m_others, found)
+    earlier = same >> 16
+    equal = same & 0xFFFF
     places = smaller + earlier
     begins = earlier % BM == 0
     tl.store(p_order + places, rows, mask=m_rows)
@@ -102,9 +110,9 @@ def count_chunks(
     m_others = others < P
     keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
     found = load_keys(p_ids, p_slots, p_map, others, m_others, G, S, E, TOP_K, HAS_MAP)
-    same = (found[None, :] == keys[:, None]) & m_others[None, :]  # [BR, CHUNK]
-    equal = tl.sum(same.to(tl.int32), 1)
-    earlier = tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
+    same = _count_same(rows, keys, others, m_others, found)
+    earlier = same >> 16
+    equal = same & 0xFFFF
     tl.store(p_earlier + rows, earlier, mask=m_rows)
     p_count = p_counts + chunk.to(tl.int64) * KEYS + keys
     tl.store(p_count, equal, mask=m_rows & (earlier == 0))
@@ -120,8 +128,11 @@ def scan_counts(
     BM: tl.constexpr,
     BCH: tl.constexpr,
     BKEY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BKEY keys over all chunks, BCH at a time: column sums, then sums within the block."""
+    if PDL:
+        cuda.gdc_wait()
     block = tl.program_id(0)
     keys = block * BKEY + tl.arange(0, BKEY)
     m_keys = keys < KEYS
@@ -167,8 +178,11 @@ def place_pairs(
     BB: tl.constexpr,
     CHUNK: tl.constexpr,
     BR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BR pairs: where each goes, and the tiles that begin with one of them."""
+    if PDL:
+        cuda.gdc_wait()
     first = tl.program_id(0) * BR
     rows = first + tl.arange(0, BR)
     m_rows = rows < P
@@ -233,6 +247,7 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
         routing.num_experts,
     )
     programs = triton.cdiv(pairs, _ROWS)
+    pdl = {"PDL": dependent_launch(device), "launch_pdl": dependent_launch(device)}
     if pairs <= FEW_PAIRS:
         launch = bound(route_few, BM=block_m, BR=_ROWS, BC=128, **kinds)
         launch((programs, 1, 1), *sources, order, tiles, num_tiles, *sizes)
@@ -247,9 +262,9 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
     counts = torch.zeros(chunks, keys, dtype=torch.int32, device=device)
     totals = torch.empty(3, keys, dtype=torch.int32, device=device)
     sums = torch.empty(2, blocks, dtype=torch.int32, device=device)
-    count = bound(count_chunks, CHUNK=_CHUNK, BR=_ROWS, **kinds)
+    count = bound(count_chunks, CHUNK=_CHUNK, BR=_ROWS, num_warps=8, **kinds)
     count((programs, 1, 1), *sources, earlier, counts, *sizes, keys)
-    scan = bound(scan_counts, BM=block_m, BCH=chunk_block, BKEY=key_block, num_warps=8)
+    scan = bound(scan_counts, BM=block_m, BCH=chunk_block, BKEY=key_block, num_warps=8, **pdl)
     scan((blocks, 1, 1), counts, totals, sums, chunks, keys)
     place = bound(
         place_pairs,
@@ -259,6 +274,7 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
         CHUNK=_CHUNK,
         BR=_ROWS,
         **kinds,
+        **pdl,
     )
     place(
         (programs, 1, 1),

@@ -55,10 +55,10 @@ def shrink(
         cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    key, places, pairs, m_pairs = load_tile(
-        tile, p_order, p_tiles, p_num_tiles, G, S, E, TOP_K, HAS_MAP, GROUPED, BM
+    key, count, places, pairs, m_pairs = load_tile(
+        tile, 0, p_order, p_tiles, p_num_tiles, G, S, E, TOP_K, HAS_MAP, GROUPED, BM
     )
-    if key >= S * E:
+    if (key >= S * E) | (count <= 0):
         return
     slot = key // E
     columns = tl.program_id(2) * BC + tl.arange(0, BC)  # of h: slice and rank

@@ -15,6 +15,7 @@ from lora_core_moe_virtual_experts.kernels.keys import load_keys
 @triton.jit
 def load_tile(
     tile,  # which
+    part,  # which BM of its pairs
     p_order,  # [P] int32 - pairs by place; the expert ids [P] where not GROUPED
     p_tiles,  # [tiles, 4] int32 - key, first place, pairs; the slots [T] where not GROUPED
     p_num_tiles,  # [1] int32; the expert map [G] where not GROUPED
@@ -26,7 +27,7 @@ def load_tile(
     GROUPED: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """(key, places [BM], pairs [BM], mask [BM]) of one tile; an empty mask where there is none.
+    """(key, pairs, places [BM], ids of pairs [BM], mask [BM]) of a part of a tile, of 0 pairs or more.
 
     GROUPED: a tile of a route, several pairs of one virtual expert side by side in `order`. Else
     every pair is a tile of its own, in the order they came, and nothing was sorted.
@@ -38,14 +39,15 @@ def load_tile(
         count = 0
         if tile < tl.load(p_num_tiles):
             key = tl.load(p_tiles + tile * 4)
-            first = tl.load(p_tiles + tile * 4 + 1)
-            count = tl.load(p_tiles + tile * 4 + 2)
+            first = tl.load(p_tiles + tile * 4 + 1) + part * BM
+            count = tl.load(p_tiles + tile * 4 + 2) - part * BM
         m_pairs = lanes < count
         places = first + lanes
         pairs = tl.load(p_order + places, mask=m_pairs, other=0)
     else:
         key = load_keys(p_order, p_tiles, p_num_tiles, tile, True, G, S, E, TOP_K, HAS_MAP)
+        count = 1
         m_pairs = lanes < 1
         places = tile + lanes
         pairs = places
-    return key, places, pairs, m_pairs
+    return key, count, places, pairs, m_pairs
