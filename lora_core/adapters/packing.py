@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from lora_core.errors import (
     UnsupportedAdapterError,
 )
 from lora_core.sites import Site
+
+if TYPE_CHECKING:
+    from lora_core.adapters.experts import ExpertsTarget
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -162,7 +165,9 @@ class _Place(NamedTuple):
     slice: int | None
 
 
-def pack(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> PackedAdapter:
+def pack(
+    checkpoint: Checkpoint, targets: Mapping[str, Target] | Mapping[str, Target | ExpertsTarget]
+) -> PackedAdapter:
     """Bring an adapter into the form that the sites of one model take.
 
     Args:
@@ -177,15 +182,19 @@ def pack(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> PackedAdapter
     config, where = checkpoint.config, checkpoint.where
     modules, unknown = group_by_module(checkpoint.tensors, where)
     refuse_unknown(unknown, len(checkpoint.tensors), where)
-    places = locate(modules, targets, where)
-    _require_saved_modules(checkpoint, modules, targets)
+    dense = {name: cast("Target", t) for name, t in targets.items() if t.site.kind != "experts"}
+    experts = _pack_experts(checkpoint, modules, targets)
+    places = locate([name for name in modules if name not in experts.modules], dense, where)
+    _require_saved_modules(checkpoint, modules, dense)
     by_site: dict[str, list[tuple[str, ModuleTensors, int | None]]] = {}
     for name, (target, index) in places.items():
         by_site.setdefault(target.site.name, []).append((name, modules[name], index))
     sites: dict[str, SiteUpdate] = {}
-    for site, target in targets.items():  # in the order of the model, not of the file
+    for site in targets:  # in the order of the model, not of the file
         members = by_site.get(site)
-        update = _SitePacker(checkpoint, target).pack(members) if members else None
+        update = experts.sites.get(site)
+        if members:
+            update = _SitePacker(checkpoint, dense[site]).pack(members)
         if update is not None:
             sites[site] = update
     if not sites:
@@ -198,6 +207,32 @@ def pack(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> PackedAdapter
             config.idle_patterns(name for name, parts in modules.items() if parts.a is not None)
         ),
     )
+
+
+class _Experts(NamedTuple):
+    """What an adapter brings to experts, and which modules of the file that is."""
+
+    sites: Mapping[str, SiteUpdate]
+    modules: frozenset[str]
+
+
+def _pack_experts(
+    checkpoint: Checkpoint,
+    modules: Mapping[str, ModuleTensors],
+    targets: Mapping[str, Target] | Mapping[str, Target | ExpertsTarget],
+) -> _Experts:
+    """The parts that lie in wrapped experts; without such, they are left to `locate` to refuse."""
+    from lora_core.adapters.experts import is_expert, pack_experts
+
+    projections = [cast("ExpertsTarget", t) for t in targets.values() if t.site.kind == "experts"]
+    mine = {n: parts for n, parts in modules.items() if is_expert(n) and n not in targets}
+    if not projections or not mine:
+        return _Experts({}, frozenset())
+    config = checkpoint.config
+    packed = pack_experts(
+        mine, projections, config, checkpoint.where, peft_version=config.peft_version
+    )
+    return _Experts(packed, frozenset(mine))
 
 
 def _require_saved_modules(
@@ -315,8 +350,6 @@ def locate(modules: Iterable[str], targets: Mapping[str, Target], where: str) ->
     known: dict[str, _Place] = {}
     for target in targets.values():
         site = target.site
-        if site.kind == "experts":
-            continue
         plain = len(site.slice_names) == 1
         known |= {
             name: _Place(target, None if plain else i) for i, name in enumerate(site.slice_names)
@@ -354,12 +387,9 @@ def locate(modules: Iterable[str], targets: Mapping[str, Target], where: str) ->
 def _renames(missing: list[str], known: Iterable[str]) -> list[tuple[str, str]]:
     """Changes of prefix that bring the first missing name to a known one, layer numbers kept."""
     first = missing[0].split(".")
-    numbers = [p for p in first if p.isdigit()]
     renames = set()
     for name in known:
         pieces = name.split(".")
-        if [p for p in pieces if p.isdigit()] != numbers:
-            continue
         common = 0
         while common < min(len(first), len(pieces)) and first[-1 - common] == pieces[-1 - common]:
             common += 1

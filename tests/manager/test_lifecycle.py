@@ -102,6 +102,7 @@ def test_k39_dora_bias_and_whole_weights_leave_with_their_adapter():
         "q_proj.lora_magnitude_vector": torch.rand(12, generator=generator) + 3,
         "o_proj.lora_magnitude_vector": torch.rand(16, generator=generator) + 3,
         "q_proj.bias": torch.randn(12, generator=generator),
+        "o_proj.bias": torch.randn(16, generator=generator),
         "k_proj.weight": torch.randn(8, 16, generator=generator),
     }
     manager.load_adapter("rich", ({**config, "use_dora": True}, tensors))
