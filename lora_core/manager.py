@@ -41,6 +41,7 @@ from lora_core.errors import (
     UnsupportedOpError,
 )
 from lora_core.layers.base import ForwardGate, LoRALayer
+from lora_core.layers.moe import ExpertsProjection
 from lora_core.pool import SlotPool
 
 _log = logging.getLogger("lora_core.manager")
@@ -286,11 +287,11 @@ class LoRAManager:
         return self._lanes[0].backend
 
     @property
-    def layers(self) -> Mapping[str, LoRALayer]:
+    def layers(self) -> Mapping[str, LoRALayer | ExpertsProjection]:
         """The wrapped modules by site name."""
         return self.pool.layers
 
-    def add_layers(self, layers: Mapping[str, LoRALayer]) -> None:
+    def add_layers(self, layers: Mapping[str, LoRALayer | ExpertsProjection]) -> None:
         """Register wrapped modules, all before the first adapter is loaded.
 
         Raises:

@@ -19,21 +19,36 @@ from torch import Tensor
 
 from lora_core.adapters.packing import PackedAdapter, SiteUpdate
 from lora_core.backend import LoRABackend
-from lora_core.capabilities import Op
+from lora_core.capabilities import Capabilities, Op
 from lora_core.errors import UnsupportedAdapterError, UnsupportedOpError
 from lora_core.layers.base import LoRALayer
+from lora_core.layers.moe import ExpertsProjection
 from lora_core.memory import require_bytes
+from lora_core.moe import MoECapabilities
 from lora_core.sites import Site
+from lora_core.weights import LoRAWeights
 
 _log = logging.getLogger("lora_core.pool")
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """Optional tensors of a site's weights that an adapter makes necessary."""
+    """What an adapter asks of a site's weights: optional tensors; of experts, what may be shared."""
 
-    output_scale: bool
-    bias: bool
+    output_scale: bool = False
+    bias: bool = False
+    shared_a: bool = False
+    shared_b: bool = False
+
+    @classmethod
+    def of(cls, update: SiteUpdate) -> _Needs:
+        """Those of one site of an adapter."""
+        return cls(
+            output_scale=update.output_scale is not None,
+            bias=update.bias is not None,
+            shared_a=all(a is None or (a.dim() == 3 and a.shape[0] == 1) for a in update.a),
+            shared_b=all(b is None or (b.dim() == 3 and b.shape[0] == 1) for b in update.b),
+        )
 
 
 class SlotPool:
@@ -74,7 +89,7 @@ class SlotPool:
             if isinstance(target_modules, str) or target_modules is None
             else tuple(target_modules)
         )
-        self.layers: dict[str, LoRALayer] = {}
+        self.layers: dict[str, LoRALayer | ExpertsProjection] = {}
         self.generation = 0
         self._live: list[dict[str, SiteUpdate]] = [{} for _ in range(max_loras)]
         self._torn: set[int] = set()  # slots whose last write failed half-way
@@ -85,7 +100,7 @@ class SlotPool:
 
     # -- sites -----------------------------------------------------------------------------------
 
-    def add_layers(self, layers: Mapping[str, LoRALayer]) -> None:
+    def add_layers(self, layers: Mapping[str, LoRALayer | ExpertsProjection]) -> None:
         """Register wrapped modules; those named by `target_modules` get their weights now.
 
         Raises:
@@ -104,11 +119,11 @@ class SlotPool:
         for layer in targeted:
             self._require_op(layer, f"target_modules names {layer.site.name}")
         self._require_memory(
-            {layer.site.name: _Needs(False, False) for layer in targeted}, layers, "target_modules"
+            {layer.site.name: _Needs() for layer in targeted}, layers, "target_modules"
         )
         self.layers.update(layers)
         for layer in targeted:
-            self._allocate(layer)
+            self._allocate(layer, _Needs())
 
     def remove_layers(self) -> None:
         """Take the weights away from every layer and forget them all."""
@@ -163,28 +178,36 @@ class SlotPool:
                         f"(it claims {', '.join(sorted(claims.ops))}). Choose another backend."
                     )
 
-    def _require_op(self, layer: LoRALayer, who: str) -> None:
-        claims, site = self.backend.capabilities, layer.site
-        op = None if site.kind == "experts" else Op(site.kind)
-        if op is None:
-            raise UnsupportedAdapterError(
-                f"{who} is of kind 'experts', which this pool has no weights for"
-            )
+    def _require_op(self, layer: LoRALayer | ExpertsProjection, who: str) -> None:
+        site = layer.site
+        if isinstance(layer, ExpertsProjection):
+            self._require_claims(layer, who, layer.experts.name, layer.experts.capabilities)
+            return
+        claims, op = self.backend.capabilities, Op(site.kind)
         if not claims.supports(op):
             raise UnsupportedAdapterError(
                 f"{who} is of kind {site.kind!r}, and backend {self.backend.name!r} does not claim "
                 f"{op.value!r} (it claims {', '.join(sorted(claims.ops))}). Choose another backend."
             )
+        self._require_claims(layer, who, self.backend.name, claims)
+
+    @staticmethod
+    def _require_claims(
+        layer: LoRALayer | ExpertsProjection,
+        who: str,
+        backend: str,
+        claims: Capabilities | MoECapabilities,
+    ) -> None:
         dtype = str(layer.dtype).removeprefix("torch.")
         if dtype not in claims.dtypes:
             raise UnsupportedAdapterError(
-                f"{who} computes in {dtype}, and backend {self.backend.name!r} claims "
+                f"{who} computes in {dtype}, and backend {backend!r} claims "
                 f"{', '.join(sorted(claims.dtypes))}"
             )
-        slices = site.layout.num_slices
+        slices = layer.site.layout.num_slices
         if claims.max_slices is not None and slices > claims.max_slices:
             raise UnsupportedAdapterError(
-                f"{who} packs {slices} slices, and backend {self.backend.name!r} takes {claims.max_slices}"
+                f"{who} packs {slices} slices, and backend {backend!r} takes {claims.max_slices}"
             )
 
     def reserve(self, packed: PackedAdapter, name: str) -> None:
@@ -193,21 +216,18 @@ class SlotPool:
         Raises:
             InsufficientMemoryError: nothing was taken.
         """
-        needs = {
-            site: _Needs(update.output_scale is not None, update.bias is not None)
-            for site, update in packed.sites.items()
-        }
+        needs = {site: _Needs.of(update) for site, update in packed.sites.items()}
         self._require_memory(needs, self.layers, f"adapter {name!r}", extra=_full_bytes(packed))
         for site, need in needs.items():
             layer = self.layers[site]
             if layer.weights is None:
-                self._allocate(layer)
+                self._allocate(layer, need)
             self._widen(layer, need)
 
     def _require_memory(
         self,
         needs: Mapping[str, _Needs],
-        layers: Mapping[str, LoRALayer],
+        layers: Mapping[str, LoRALayer | ExpertsProjection],
         what: str,
         *,
         extra: int = 0,
@@ -215,6 +235,9 @@ class SlotPool:
         total = extra
         for name, need in needs.items():
             layer = layers[name]
+            if isinstance(layer, ExpertsProjection):
+                total += self._experts_bytes(layer, need)
+                continue
             site, weights = layer.site, layer.weights
             row = self.max_loras * site.layout.out_features * 4
             if weights is None:
@@ -224,8 +247,31 @@ class SlotPool:
         if total:
             require_bytes(total, self.backend.device, what)
 
-    def _allocate(self, layer: LoRALayer) -> None:
+    def _experts_bytes(self, layer: ExpertsProjection, need: _Needs) -> int:
+        """What a projection must grow by: all of it, or own copies of what experts shared."""
+        weights = layer.weights
+        if weights is None:
+            return layer.nbytes(
+                self.max_loras, self.max_rank, shared_a=need.shared_a, shared_b=need.shared_b
+            )
+        grown = layer.nbytes(
+            self.max_loras,
+            self.max_rank,
+            shared_a=weights.shared_a and need.shared_a,
+            shared_b=weights.shared_b and need.shared_b,
+        )
+        return grown - layer.nbytes(
+            self.max_loras, self.max_rank, shared_a=weights.shared_a, shared_b=weights.shared_b
+        )
+
+    def _allocate(self, layer: LoRALayer | ExpertsProjection, need: _Needs) -> None:
         site = layer.site
+        if isinstance(layer, ExpertsProjection):
+            layer.allocate(
+                self.max_loras, self.max_rank, shared_a=need.shared_a, shared_b=need.shared_b
+            )
+            self._changed(site)
+            return
         with torch.inference_mode(False):  # else nobody could write into them outside of that mode
             layer.weights = self.backend.allocate_weights(
                 num_slots=self.max_loras,
@@ -237,8 +283,12 @@ class SlotPool:
             )
         self._changed(site)
 
-    def _widen(self, layer: LoRALayer, need: _Needs) -> None:
-        """Add the optional tensors; a and b stay where they are."""
+    def _widen(self, layer: LoRALayer | ExpertsProjection, need: _Needs) -> None:
+        """Add the optional tensors; a and b stay where they are, except where experts shared them."""
+        if isinstance(layer, ExpertsProjection):
+            if layer.unshare(a=not need.shared_a, b=not need.shared_b):
+                self._changed(layer.site)
+            return
         weights = layer.weights
         assert weights is not None
         scale, bias, device = weights.output_scale, weights.bias, self.backend.device
@@ -268,7 +318,9 @@ class SlotPool:
         for layer in self.layers.values():
             w = layer.weights
             if w is not None:
-                tensors = (w.a, w.b, w.ranks, w.scalings, w.output_scale, w.bias, *w.full.values())
+                tensors: list[Tensor | None] = [w.a, w.b, w.ranks, w.scalings]
+                if isinstance(w, LoRAWeights):
+                    tensors += [w.output_scale, w.bias, *w.full.values()]
                 total += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         return total
 
@@ -307,12 +359,19 @@ class SlotPool:
             self._live[slot] = {}
 
     def _write_site(
-        self, layer: LoRALayer, slot: int, update: SiteUpdate, before: SiteUpdate | None
+        self,
+        layer: LoRALayer | ExpertsProjection,
+        slot: int,
+        update: SiteUpdate,
+        before: SiteUpdate | None,
     ) -> None:
         """Write one site; what `before`, the slot's last content there, had alike is not written again.
 
         Each copy costs the host several microseconds, whatever its size, and there are hundreds.
         """
+        if isinstance(layer, ExpertsProjection):
+            layer.write(slot, update.a, update.b, update.ranks, update.scalings)
+            return
         weights = layer.weights
         assert weights is not None
         offsets = weights.layout.offsets
@@ -335,10 +394,12 @@ class SlotPool:
         if update.full is not None:
             weights.full[slot] = update.full.to(self.backend.device, non_blocking=True)
 
-    def _silence(self, layer: LoRALayer, slot: int) -> None:
+    def _silence(self, layer: LoRALayer | ExpertsProjection, slot: int) -> None:
         weights = layer.weights
         assert weights is not None
         weights.ranks[slot].zero_()
+        if not isinstance(weights, LoRAWeights):
+            return
         if weights.output_scale is not None:
             weights.output_scale[slot].fill_(1.0)
         if weights.bias is not None:
@@ -391,7 +452,7 @@ class SlotPool:
                 self._used[slot][lane] = event
                 for name, update in self._live[slot].items():
                     weights = self.layers[name].weights
-                    if update.full is not None and weights is not None:
+                    if update.full is not None and isinstance(weights, LoRAWeights):
                         weights.full[slot].record_stream(
                             torch.cuda.current_stream(self.backend.device)
                         )

@@ -19,7 +19,6 @@ _REFUSED_FIELDS = {
     "layer_replication": "layer replication",
     "megatron_config": "Megatron's parallel layers",
     "monteclora_config": "MonteCLoRA sampling",
-    "target_parameters": "adapters of bare parameters, such as experts",
     "trainable_token_indices": "trainable tokens",
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QALoRA's pooled inputs",
@@ -39,7 +38,6 @@ _INERT_FIELDS = frozenset(
         "lora_dropout",
         "lora_ga_config",
         "megatron_core",
-        "peft_version",
         "qalora_group_size",
         "revision",
         "runtime_config",
@@ -68,6 +66,8 @@ class AdapterConfig(BaseModel):
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
     target_modules: str | tuple[str, ...] | None = None
+    target_parameters: tuple[str, ...] = ()
+    peft_version: str | None = Field(default=None, exclude=True)  # of no account where shapes tell
     layers_to_transform: int | tuple[int, ...] | None = None
     layers_pattern: str | tuple[str, ...] | None = None
     modules_to_save: tuple[str, ...] = ()
@@ -84,13 +84,14 @@ class AdapterConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         plain = dict(data)
-        for name in ("target_modules", "modules_to_save"):
+        for name in ("target_modules", "target_parameters", "modules_to_save"):
             value = plain.get(name)
             if isinstance(value, (set, frozenset, list, tuple)):
                 plain[name] = tuple(sorted(value, key=str))
         for name in ("rank_pattern", "alpha_pattern"):
             plain[name] = plain.get(name) or {}
-        plain["modules_to_save"] = plain.get("modules_to_save") or ()
+        for name in ("modules_to_save", "target_parameters"):
+            plain[name] = plain.get(name) or ()
         return plain
 
     @classmethod

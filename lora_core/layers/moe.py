@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
@@ -184,15 +185,102 @@ class _StandIn:
 class ExpertsProjection:
     """gate_up or down of one experts module: a site of its own.
 
-    Attributes:
+    Args:
         site: of kind "experts".
         dtype: of its adapters.
+        experts: the backend of its deltas.
+        total_experts: experts of the model.
+        expert_ids: those that this rank holds, in the order of its local ids; None: all.
+        transposed: the base stores this projection as `[E, in, out]`.
+
+    Attributes:
         weights: None until adapters are put there.
     """
 
-    def __init__(self, site: Site, dtype: torch.dtype) -> None:
-        self.site, self.dtype = site, dtype
+    def __init__(
+        self,
+        site: Site,
+        dtype: torch.dtype,
+        experts: MoELoRABackend[Any],
+        *,
+        total_experts: int,
+        expert_ids: range | None = None,
+        transposed: bool = False,
+    ) -> None:
+        self.site, self.dtype, self.experts = site, dtype, experts
+        self.total_experts, self.transposed = total_experts, transposed
+        self.expert_ids = range(total_experts) if expert_ids is None else expert_ids
         self.weights: MoELoRAWeights | None = None
+
+    def allocate(
+        self, num_slots: int, max_rank: int, *, shared_a: bool = False, shared_b: bool = False
+    ) -> None:
+        """Room for adapters, of which none applies yet."""
+        with torch.inference_mode(False):  # else nobody could write into them outside of that mode
+            self.weights = self.experts.allocate_weights(
+                num_slots=num_slots,
+                num_experts=len(self.expert_ids),
+                max_rank=max_rank,
+                in_features=self.site.in_features,
+                layout=self.site.layout,
+                dtype=self.dtype,
+                shared_a=shared_a,
+                shared_b=shared_b,
+            )
+
+    def nbytes(
+        self, num_slots: int, max_rank: int, *, shared_a: bool = False, shared_b: bool = False
+    ) -> int:
+        """Bytes that `allocate` takes."""
+        n, out = self.site.layout.num_slices, self.site.layout.out_features
+        a = (1 if shared_a else len(self.expert_ids)) * n * self.site.in_features
+        b = (1 if shared_b else len(self.expert_ids)) * out
+        return num_slots * (max_rank * (a + b) * self.dtype.itemsize + n * 8)
+
+    def unshare(self, *, a: bool, b: bool) -> bool:
+        """Give every expert its own copy of what all of them share; whether anything changed."""
+        weights = self.weights
+        assert weights is not None
+        a, b = a and weights.shared_a, b and weights.shared_b
+        experts = len(self.expert_ids)
+        if experts == 1 or not (a or b):
+            return False
+        with torch.inference_mode(False):
+            self.weights = dataclasses.replace(
+                weights,
+                a=weights.a.repeat(1, experts, 1, 1, 1) if a else weights.a,
+                b=weights.b.repeat(1, experts, 1, 1) if b else weights.b,
+            )
+        return True
+
+    def write(
+        self,
+        slot: int,
+        a: Sequence[Tensor | None],
+        b: Sequence[Tensor | None],
+        ranks: Tensor,
+        scalings: Tensor,
+    ) -> None:
+        """Put an adapter into a slot, without waiting for the device.
+
+        Args:
+            slot: where to.
+            a: per slice `[E or 1, r, K]`, None for none.
+            b: per slice `[E or 1, width, r]`.
+            ranks: int32 `[n_slices]`.
+            scalings: float32 `[n_slices]`.
+        """
+        weights = self.weights
+        assert weights is not None
+        offsets = weights.layout.offsets
+        for s, (own_a, own_b) in enumerate(zip(a, b, strict=True)):
+            if own_a is not None and own_b is not None:
+                rank = own_b.shape[-1]
+                weights.a[slot, :, s, :rank].copy_(own_a, non_blocking=True)
+                own = weights.b[slot, :, offsets[s] : offsets[s + 1], :rank]
+                own.copy_(own_b, non_blocking=True)
+        weights.ranks[slot].copy_(ranks, non_blocking=True)
+        weights.scalings[slot].copy_(scalings, non_blocking=True)
 
 
 class FusedMoEWithLoRA(LoRALayer):
@@ -211,9 +299,11 @@ class FusedMoEWithLoRA(LoRALayer):
         core: computes the base part; None: `base_layer.core` if it has one, else transformers' own.
         dtype: of the activations; None: that of the base's parameters.
         expert_map: int32 `[global experts]`, global id -> local id, where `topk_ids` are global.
+        total_experts: experts of the model; None: those of the core.
+        expert_ids: the model's experts that this rank holds, for expert parallelism; None: all.
 
     Raises:
-        TensorMismatchError: the two sites do not fit each other.
+        TensorMismatchError: the two sites, or the numbers of experts, do not fit each other.
     """
 
     def __init__(
@@ -227,6 +317,8 @@ class FusedMoEWithLoRA(LoRALayer):
         core: ExpertsCore | None = None,
         dtype: torch.dtype | None = None,
         expert_map: Tensor | None = None,
+        total_experts: int | None = None,
+        expert_ids: range | None = None,
     ) -> None:
         super().__init__(base_layer, gate_up, gate)
         inner = gate_up.layout.out_features
@@ -243,8 +335,23 @@ class FusedMoEWithLoRA(LoRALayer):
         # its own copy: a shared expert on a second stream may still read hidden_states
         self.core = own.with_config(dataclasses.replace(own.config, inplace=False))
         self.dtype = dtype or next(base_layer.parameters()).dtype
-        self.gate_up = ExpertsProjection(gate_up, self.dtype)
-        self.down = ExpertsProjection(down, self.dtype)
+        held = range(self.core.num_experts) if expert_ids is None else expert_ids
+        if len(held) != self.core.num_experts:
+            raise TensorMismatchError(
+                f"{gate_up.name}: expert_ids names {len(held)} experts, but this rank's core has "
+                f"{self.core.num_experts}"
+            )
+        self.gate_up, self.down = (
+            ExpertsProjection(
+                site,
+                self.dtype,
+                experts,
+                total_experts=total_experts or len(held),
+                expert_ids=held,
+                transposed=bool(getattr(base_layer, "is_transposed", False)),
+            )
+            for site in (gate_up, down)
+        )
 
     @property
     def lora_active(self) -> bool:

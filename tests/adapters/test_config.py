@@ -131,7 +131,6 @@ REFUSED = {
     "layer_replication": [[0, 4]],
     "megatron_config": {"x": 1},
     "monteclora_config": {"x": 1},
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "trainable_token_indices": [7],
     "use_bdlora": {"nblocks": 2},
     "use_qalora": True,
