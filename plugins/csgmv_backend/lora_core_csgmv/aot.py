@@ -12,11 +12,14 @@ from lora_core_csgmv.kernels.expand import expand
 from lora_core_csgmv.kernels.shrink import shrink
 from lora_core_csgmv.tiles import EXPAND, SHRINK
 
-_DTYPES = {"bf16": 2, "fp32": 4}  # fp16 differs from bf16 in nothing but the name of the instruction
+_DTYPES = {
+    "bf16": 2,
+    "fp32": 4,
+}  # fp16 differs from bf16 in nothing but the name of the instruction
 _SITES = (((4096,), 16), ((4096, 1024, 1024), 64), ((4096,), 128))  # widths of the slices, max_rank
 _ROWS = (1, 32, 128, 512, 2048, 8192)
 _FAMILIES = ("sm80", "sm90", "sm100")
-_VARYING = frozenset({"num_rows", "room_segments"})  # of a batch: nothing is compiled in about them
+_VARYING = frozenset({"num_rows", "room"})  # of a batch: nothing is compiled in about them
 
 
 def cases() -> list[AotCase]:
@@ -26,9 +29,9 @@ def cases() -> list[AotCase]:
 
 def _shrinks() -> Iterator[AotCase]:
     pointers = {"ranks": "*i32", "arrivals": "*i32", "segments": "*i32", "partials": "*fp32"}
-    integers = "num_rows in_features stride_x stride_slot stride_slice stride_rank stride_k room_segments"
+    integers = "room num_rows in_features stride_x stride_slot stride_slice stride_rank stride_k"
     for (widths, max_rank), dtype, family, tile in _tiles(SHRINK):
-        constexprs = {"MAX_RANK": max_rank, "NUM_SLICES": len(widths), "SPLIT": 1024, "EVEN": True}
+        constexprs = {"MAX_RANK": max_rank, "NUM_SLICES": len(widths), "SPLIT": 512, "EVEN": True}
         yield AotCase(
             label=f"csgmv shrink[{dtype} n{len(widths)} R{max_rank} {_text(tile)}]",
             kernel=shrink,
@@ -47,11 +50,9 @@ def _shrinks() -> Iterator[AotCase]:
 
 def _expands() -> Iterator[AotCase]:
     pointers = {"ids": "*i32", "ranks": "*i32", "scalings": "*fp32", "segments": "*i32"}
-    integers = (
-        "num_rows stride_out stride_h stride_h_rank stride_h_slot stride_slot stride_n stride_rank room_segments"
-    )
+    integers = "room num_rows stride_out stride_h stride_h_rank stride_h_slot stride_slot stride_n stride_rank"
     for (widths, max_rank), dtype, family, tile in _tiles(EXPAND):
-        constexprs = {"MAX_RANK": max_rank, "WIDTHS": widths, "GATHER": False, "PDL": False}
+        constexprs = {"MAX_RANK": max_rank, "WIDTHS": widths, "GATHER": False, "OVERTAKES": False}
         yield AotCase(
             label=f"csgmv expand[{dtype} n{len(widths)} R{max_rank} {_text(tile)}]",
             kernel=expand,
@@ -71,7 +72,9 @@ def _expands() -> Iterator[AotCase]:
 def _tiles(table: TileTable) -> Iterator[tuple[tuple[tuple[int, ...], int], str, str, Tile]]:
     """(site, dtype, family, tile) for every tile that the table picks somewhere, each once."""
     seen = set()
-    for (site, (dtype, size), family), rows in product(product(_SITES, _DTYPES.items(), _FAMILIES), _ROWS):
+    for (site, (dtype, size), family), rows in product(
+        product(_SITES, _DTYPES.items(), _FAMILIES), _ROWS
+    ):
         tile = table.pick(family, rows=rows, width=len(site[0]) * site[1], bytes=size)
         key = (site, dtype, family, _text(tile))
         if key not in seen:
@@ -84,4 +87,6 @@ def _options(tile: Tile) -> dict[str, Any]:
 
 
 def _text(tile: Tile) -> str:
-    return " ".join(f"{name.removeprefix('BLOCK_')}{value:d}" for name, value in parameters(tile).items())
+    return " ".join(
+        f"{name.removeprefix('BLOCK_')}{value:d}" for name, value in parameters(tile).items()
+    )

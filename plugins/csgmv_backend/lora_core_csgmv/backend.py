@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lora_core.backend import BackendConfig, BaseModule, LoRABackend
 from lora_core.batch import NO_LORA, LoRABatch, RequestTable
@@ -20,17 +21,21 @@ from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
 from lora_core_csgmv.kernels.expand import expand as expand_kernel
+from lora_core_csgmv.kernels.shrink import ROWS_OF_A
 from lora_core_csgmv.kernels.shrink import shrink as shrink_kernel
 from lora_core_csgmv.segments import counting, plan_segments, room_for
 from lora_core_csgmv.tiles import EXPAND, SHRINK, split_length
 
-_ARRIVALS = 4096
-"""Counters of the shrink that splits K over programs: one per segment. Launches that may have more
-segments have enough of them to fill the chip, and sum K in one program each, to the same bits."""
+_ARRIVALS = 1 << 15
+"""Counters of the shrink that splits K over programs, as many as rows times blocks of 64 rows of A.
+Larger calls have segments enough to fill the chip, and sum K in one program each, to the same bits."""
 
 _PROGRAMS_PER_SM = 8
 """In a graph: programs that share the work, whatever the batch turns out to be at replay."""
 
+
+_FEW_ROWS = 256
+"""In a graph, up to here the expand is launched before what it waits for has ended (measured)."""
 
 _DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.float16: "float16"}
 if not INTERPRETED:  # Triton's interpreter multiplies the raw bits of bfloat16
@@ -63,9 +68,12 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         )
         self._side = torch.cuda.Stream(self.device, priority=-1) if cuda else None
-        self.workspace.sync["arrivals"] = torch.zeros(_ARRIVALS, dtype=torch.int32, device=self.device)
+        self.workspace.sync["arrivals"] = torch.zeros(
+            _ARRIVALS, dtype=torch.int32, device=self.device
+        )
 
     @classmethod
+    @override
     def unavailable_reason(cls, device: torch.device | None = None) -> str | None:
         """As the contract says; also names the interpreter, and GPUs that are too old."""
         reason = super().unavailable_reason(device)
@@ -74,11 +82,14 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         if reason is None and not INTERPRETED:
             capability = torch.cuda.get_device_capability(device)
             if capability < (8, 0):
-                return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+                return (
+                    f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+                )
         return reason
 
     # -- batch state -------------------------------------------------------------------------------
 
+    @override
     def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> CsgmvBatchInfo:
         previous = self.batch_info
         self.batch_info = None
@@ -92,16 +103,21 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             raise
         return self.batch_info
 
+    @override
     def reset_batch_state(self) -> None:
         info = self.batch_info
         self.batch_info = None
         if info is not None and info.graph is not None:
             self._neutralise(info.graph)
 
+    @override
     def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
         if kind not in self.capabilities.graphs:
             raise UnsupportedOpError(
-                backend=self.name, op="init_graph", limit=f"{sorted(self.capabilities.graphs)}", value=kind
+                backend=self.name,
+                op="init_graph",
+                limit=f"{sorted(self.capabilities.graphs)}",
+                value=kind,
             )
         segments = room_for(requests=max_requests, rows=max_tokens)
         table = _table(max_requests)
@@ -112,20 +128,28 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
     def _neutralise(self, kind: GraphKind) -> None:
         """No requests and no segments: captured kernels find nothing to do."""
-        static, table = self.workspace.static[kind], _table(self.workspace.graph_room[kind].max_requests)
+        static, table = (
+            self.workspace.static[kind],
+            _table(self.workspace.graph_room[kind].max_requests),
+        )
         static.zero_()
         static[table.slots_at : table.words].fill_(NO_LORA)
 
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
         requests, tokens = len(batch.lengths), sum(batch.lengths)
-        covered = [tokens, *[sum(kept) for kept in batch.logits]]  # rows of the batch, and of each pass
+        covered = [
+            tokens,
+            *[sum(kept) for kept in batch.logits],
+        ]  # rows of the batch, and of each pass
         if graph is None:
             table = _table(requests)
             rooms = [room_for(requests=requests, rows=rows) for rows in covered]
             words = table.words + sum([room.words for room in rooms])
             target = torch.empty(words, dtype=torch.int32, device=self.device)
         else:
-            limits = self._require_graph(graph, requests=requests, tokens=tokens, passes=len(batch.logits))
+            limits = self._require_graph(
+                graph, requests=requests, tokens=tokens, passes=len(batch.logits)
+            )
             table = _table(limits.max_requests)
             room = room_for(requests=limits.max_requests, rows=limits.max_tokens)
             rooms = [room, room]
@@ -191,6 +215,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             highest_slot=int(whole.slots[-1]) if active else NO_LORA,
         )
 
+    @override
     def allocate_weights(
         self,
         *,
@@ -201,8 +226,10 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         dtype: torch.dtype,
         embedding: bool = False,
     ) -> LoRAWeights:
-        """As the contract says, with the columns of B contiguous, so that an adapter of low rank is
-        read in whole lines however large `max_rank` is."""
+        """As the contract says, with the columns of B contiguous.
+
+        So an adapter of low rank is read in whole lines however large `max_rank` is.
+        """
         plain = super().allocate_weights(
             num_slots=num_slots,
             max_rank=max_rank,
@@ -215,15 +242,19 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
     # -- ops ---------------------------------------------------------------------------------------
 
+    @override
     def shrink(self, x: Tensor, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("shrink", x, weights)
         self._require_rows("shrink", x.shape[0], info.num_tokens)
-        h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank), dtype=torch.float32)
+        h = x.new_empty(
+            (x.shape[0], weights.layout.num_slices, weights.max_rank), dtype=torch.float32
+        )
         if info.graph is not None or info.has_active_lora:
             self._check("shrink", x, x.shape[1], weights, info)
             self._shrink(x, weights, info.segments, h)
         return h
 
+    @override
     def expand(self, h: Tensor, weights: LoRAWeights, out: Tensor) -> Tensor:
         info = self._require_batch("expand")
         expected = (out.shape[0], weights.layout.num_slices, weights.max_rank)
@@ -238,11 +269,13 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             self._expand(h.contiguous(), weights, out, info.segments)
         return out
 
+    @override
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("linear", x, weights)
         self._require_rows("linear", x.shape[0], info.num_tokens)
         return self._linear("linear", x, base, weights, info, info.segments)
 
+    @override
     def lm_head(
         self, x: Tensor, base: BaseModule, weights: LoRAWeights, *, logits_pass: int = 0
     ) -> Tensor:
@@ -256,6 +289,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._require_rows("lm_head", x.shape[0], segments.num_rows)
         return self._linear("lm_head", x, base, weights, info, segments)
 
+    @override
     def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_batch("embedding")
         if input_ids.dim() != 1 or not weights.is_embedding or input_ids.device != weights.a.device:
@@ -275,7 +309,13 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     # -- launches ----------------------------------------------------------------------------------
 
     def _linear(
-        self, op: str, x: Tensor, base: BaseModule, weights: LoRAWeights, info: CsgmvBatchInfo, segments: Segments
+        self,
+        op: str,
+        x: Tensor,
+        base: BaseModule,
+        weights: LoRAWeights,
+        info: CsgmvBatchInfo,
+        segments: Segments,
     ) -> Tensor:
         self._require_plain(weights, op=op)
         if info.graph is None and not segments.length:
@@ -283,20 +323,23 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._check(op, x, x.shape[1], weights, info)
         # between our own kernels h may be as narrow as the product rounds it to anyway
         h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank))
-        if info.graph is None or self._side is None:
+        side = None if info.graph is None else self._side
+        if side is None:
             out = base(x)
             self._shrink(x, weights, segments, h)
         else:
             main = torch.cuda.current_stream(self.device)
-            self._side.wait_stream(main)
-            with torch.cuda.stream(self._side):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
                 self._shrink(x, weights, segments, h)
             try:
                 out = base(x)
             finally:
-                main.wait_stream(self._side)
+                main.wait_stream(side)
         self._check(op, out, weights.layout.out_features, weights, info)
-        self._expand(h, weights, out, segments)
+        self._expand(
+            h, weights, out, segments, overtakes=side is not None and x.shape[0] <= _FEW_ROWS
+        )
         return out
 
     def _shrink(self, x: Tensor, weights: LoRAWeights, segments: Segments, h: Tensor) -> None:
@@ -304,35 +347,67 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         a, n = weights.a, weights.layout.num_slices
         if not rows:
             return
-        bound = min(segments.bound, rows)
-        plan = _shrink_plan(self._family, rows, in_features, n, weights.max_rank, x.element_size(), bound <= _ARRIVALS)
+        plan = _shrink_plan(self._family, rows, in_features, n, weights.max_rank, x.element_size())
         arrivals = partials = self.workspace.sync["arrivals"]
         if plan.parallel:
-            partials = torch.empty(plan.parts * rows * n * weights.max_rank, dtype=torch.float32, device=x.device)
+            partials = x.new_empty(plan.parts * rows * n * weights.max_rank, dtype=torch.float32)
         plan.launch(
-            (self._programs(bound * (plan.parts if plan.parallel else 1), segments), 1, 1),
-            x, a, weights.ranks, h, partials, arrivals, segments.block,
-            rows, in_features, x.stride(0), *a.stride(), segments.room.segments,
-        )  # fmt: skip
+            (self._programs(min(segments.bound, rows) * plan.units, segments), 1, 1),
+            x,
+            a,
+            weights.ranks,
+            h,
+            partials,
+            arrivals,
+            segments.block,
+            segments.room.segments,
+            rows,
+            in_features,
+            x.stride(0),
+            *a.stride(),
+        )
 
     def _expand(
-        self, h: Tensor, weights: LoRAWeights, out: Tensor, segments: Segments, *, ids: Tensor | None = None
+        self,
+        h: Tensor,
+        weights: LoRAWeights,
+        out: Tensor,
+        segments: Segments,
+        *,
+        ids: Tensor | None = None,
+        overtakes: bool = False,
     ) -> None:
-        rows, b, room = out.shape[0], weights.b, segments.room
+        rows, b = out.shape[0], weights.b
         if not rows:
             return
         plan = _expand_plan(
-            self._family, rows, weights.layout.widths, weights.max_rank, b.element_size(), ids is not None
+            self._family,
+            rows,
+            weights.layout.widths,
+            weights.max_rank,
+            b.element_size(),
+            ids is not None,
+            overtakes,
         )
         if ids is None:
-            strides = h.stride(0), h.stride(2), 0
+            source, strides = segments.block, (0, h.stride(0), h.stride(2))
         else:
-            strides = h.stride(1), h.stride(2), h.stride(0)
+            source, strides = ids, h.stride()
         plan.launch(
-            (self._programs(min(segments.bound, rows) * plan.tiles, segments), 1, 1),
-            out, h, segments.block if ids is None else ids, b, weights.ranks, weights.scalings, segments.block,
-            rows, out.stride(0), *strides, *b.stride(), room.segments,
-        )  # fmt: skip
+            (self._programs(min(segments.bound, rows) * plan.units, segments), 1, 1),
+            out,
+            h,
+            source,
+            b,
+            weights.ranks,
+            weights.scalings,
+            segments.block,
+            segments.room.segments,
+            rows,
+            out.stride(0),
+            *strides,
+            *b.stride(),
+        )
 
     def _programs(self, units: int, segments: Segments) -> int:
         """As many as there is work; in a graph, where `units` is only a bound, as fill the chip."""
@@ -340,7 +415,9 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             return units
         return min(units, self._multiprocessors * _PROGRAMS_PER_SM)
 
-    def _check(self, op: str, tensor: Tensor, columns: int, weights: LoRAWeights, info: CsgmvBatchInfo) -> None:
+    def _check(
+        self, op: str, tensor: Tensor, columns: int, weights: LoRAWeights, info: CsgmvBatchInfo
+    ) -> None:
         """What the kernels take for granted about x or out, and about the weights; host integers only.
 
         Raises:
@@ -352,9 +429,17 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         b = weights.b
         if b.dtype not in _DTYPES:
             raise UnsupportedOpError(
-                backend=self.name, op=op, limit=f"dtypes {sorted(self.capabilities.dtypes)}", value=b.dtype
+                backend=self.name,
+                op=op,
+                limit=f"dtypes {sorted(self.capabilities.dtypes)}",
+                value=b.dtype,
             )
-        if tensor.dim() != 2 or tensor.shape[1] != columns or tensor.device != b.device or tensor.stride(1) != 1:
+        if (
+            tensor.dim() != 2
+            or tensor.shape[1] != columns
+            or tensor.device != b.device
+            or tensor.stride(1) != 1
+        ):
             raise TensorMismatchError(
                 f"backend {self.name!r}: {op} got a tensor {tuple(tensor.shape)} of strides {tensor.stride()} "
                 f"on {tensor.device}, expected [rows, {columns}] with contiguous columns on {b.device}"
@@ -383,39 +468,63 @@ def _table(requests: int) -> _Table:
 
 class _ShrinkPlan(NamedTuple):
     launch: Launch
+    units: int  # of one segment
     parallel: bool
     parts: int
 
 
 class _ExpandPlan(NamedTuple):
     launch: Launch
-    tiles: int
+    units: int  # of one segment
 
 
 @cache
 def _shrink_plan(
-    chip: str, rows: int, in_features: int, num_slices: int, max_rank: int, size: int, countable: bool
+    chip: str, rows: int, in_features: int, num_slices: int, max_rank: int, size: int
 ) -> _ShrinkPlan:
-    tile = SHRINK.pick(chip, rows=rows, width=num_slices * max_rank, bytes=size)
+    width = num_slices * max_rank
+    tile = parameters(SHRINK.pick(chip, rows=rows, width=width, bytes=size))
     split = split_length(in_features)
-    parts = -(-in_features // split)
-    bound = {**parameters(tile), "PARALLEL": bool(tile["PARALLEL"]) and countable and parts > 1}
-    bound["BLOCK_K"] = min(bound["BLOCK_K"], split // 2)
+    parts, blocks = -(-in_features // split), -(-width // ROWS_OF_A.value)
+    tile["PARALLEL"] = bool(tile["PARALLEL"]) and parts > 1 and rows * blocks <= _ARRIVALS
+    tile["BLOCK_K"] = min(tile["BLOCK_K"], split // 2)
     launch = _launch(
-        shrink_kernel, MAX_RANK=max_rank, NUM_SLICES=num_slices, SPLIT=split, EVEN=in_features % split == 0, **bound
+        shrink_kernel,
+        MAX_RANK=max_rank,
+        NUM_SLICES=num_slices,
+        SPLIT=split,
+        EVEN=in_features % split == 0,
+        **tile,
     )
-    return _ShrinkPlan(launch, bound["PARALLEL"], parts)
+    return _ShrinkPlan(launch, blocks * (parts if tile["PARALLEL"] else 1), tile["PARALLEL"], parts)
 
 
 @cache
 def _expand_plan(
-    chip: str, rows: int, widths: tuple[int, ...], max_rank: int, size: int, gather: bool
+    chip: str,
+    rows: int,
+    widths: tuple[int, ...],
+    max_rank: int,
+    size: int,
+    gather: bool,
+    overtakes: bool,
 ) -> _ExpandPlan:
     tile = EXPAND.pick(chip, rows=rows, width=len(widths) * max_rank, bytes=size)
+    options = {
+        **parameters(tile),
+        "BLOCK_R": min(tile["BLOCK_R"], max(16, 1 << (max_rank - 1).bit_length())),
+    }
     launch = _launch(
-        expand_kernel, MAX_RANK=max_rank, WIDTHS=widths, GATHER=gather, PDL=False, **parameters(tile)
+        expand_kernel,
+        MAX_RANK=max_rank,
+        WIDTHS=widths,
+        GATHER=gather,
+        OVERTAKES=overtakes,
+        **options,
+        **({"launch_pdl": True} if overtakes else {}),
     )
-    return _ExpandPlan(launch, sum(-(-width // tile["BLOCK_N"]) for width in widths))
+    step = tile["BLOCK_N"] * tile["GROUP"]
+    return _ExpandPlan(launch, sum(-(-width // step) for width in widths))
 
 
 @cache

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.int32]
 
-CHUNKS = ((1024, 16), (4096, 32), (1 << 62, 64))
+CHUNKS = ((1024, 16), (1 << 62, 32))
 """(up to this many rows, chunk size): small chunks while the chip has more places than work, larger
 ones once a chunk's weights would be read again and again."""
 
@@ -71,7 +71,12 @@ def room_for(*, requests: int, rows: int) -> SegmentRoom:
     segments, rows = _aligned(segments), _aligned(rows)
     slots_at = 8 + segments
     return SegmentRoom(
-        segments, rows, slots_at, slots_at + segments, slots_at + 2 * segments, slots_at + 2 * segments + rows
+        segments,
+        rows,
+        slots_at,
+        slots_at + segments,
+        slots_at + 2 * segments,
+        slots_at + 2 * segments + rows,
     )
 
 
@@ -160,7 +165,10 @@ def plan_segments(
     indptr[:-1] += (starts_of - (piece_ends - pieces) * np.int32(chunk)).repeat(pieces)
     indptr[-1] = len(permutation)
     return Plan(
-        indptr, keys[last].repeat(pieces), permutation, None if scales is None else scales[last].repeat(pieces)
+        indptr,
+        keys[last].repeat(pieces),
+        permutation,
+        None if scales is None else scales[last].repeat(pieces),
     )
 
 
@@ -169,7 +177,7 @@ _numbers = np.arange(4096, dtype=np.int32)
 
 def counting(count: int) -> Words:
     """0, 1, ..., count - 1; to be read, never written."""
-    global _numbers  # noqa: PLW0603 - a pure cache
+    global _numbers  # a pure cache
     if count > len(_numbers):
         _numbers = np.arange(2 * count, dtype=np.int32)
     return _numbers[:count]
