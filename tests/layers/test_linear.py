@@ -13,6 +13,7 @@ from lora_core.layers.linear import (
     TransposedLinear,
     linear_features,
 )
+from lora_core.torch_backend import TorchBackend
 from tests.layers.helpers import (
     QuantisedLinear,
     expected_delta,
@@ -93,6 +94,27 @@ def test_any_layout_of_the_input(base, shape, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(x, before)
+
+
+def test_backends_may_call_the_base_with_rows_of_their_own():
+    """Such as one that computes a batch in pieces, here of an input whose rows had to be copied."""
+
+    class Pieces(TorchBackend):
+        def linear(self, x, base, weights):
+            whole = super().linear(x, base, weights)
+            assert base.weight.shape == (N, K)
+            plain = torch.nn.functional.linear(x[:2], base.weight, base.bias)
+            torch.testing.assert_close(base(x[:2]), plain)
+            return whole
+
+    layer = make_layer()
+    layer.gate.backend = Pieces(device="cpu")
+    prepare(layer.gate, [3, 3], [0, 1])
+    x = torch.randn(2, 6, K)[:, ::2]
+    expected = layer.base_layer(x).view(6, N).double() + expected_delta(
+        x.reshape(6, K), layer.weights, [3, 3], [0, 1]
+    )
+    torch.testing.assert_close(layer(x).view(6, N).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_inactive_layer_calls_the_base_as_it_is():

@@ -232,6 +232,24 @@ def test_models_that_cannot_be_attached(tmp_path):
         assert_unchanged(model, before)
 
 
+def test_model_without_anything_to_wrap():
+    class Bare(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+        def __init__(self):
+            super().__init__(transformers.LlamaConfig(attn_implementation="eager"))
+            self.norm = nn.LayerNorm(4)
+
+        def get_input_embeddings(self):
+            return self.norm
+
+        def forward(self, x):
+            return self.norm(x)
+
+    with pytest.raises(AttachError, match="Bare has no linear"):
+        attach(Bare(), "torch")
+
+
 def test_bad_backends_and_sizes_leave_the_model_alone():
     model = make_model("llama")
     before = snapshot(model)
@@ -400,7 +418,7 @@ def test_only_the_language_model_of_a_multimodal_one_is_wrapped(tmp_path):
         assert mixed[1].tolist() == reference.generate(**inputs, **GREEDY)[1].tolist()
 
 
-def test_routed_experts_are_left_alone():
+def test_routed_experts_are_sites_of_their_own():
     config = transformers.Qwen2MoeConfig(
         vocab_size=61, hidden_size=32, intermediate_size=40, moe_intermediate_size=16, num_hidden_layers=1,
         shared_expert_intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
@@ -409,4 +427,7 @@ def test_routed_experts_are_left_alone():
     model = transformers.Qwen2MoeForCausalLM(config).eval()
     names = set(attach(model, "torch").layers)
     assert "model.layers.0.mlp.shared_expert.up_proj" in names
-    assert not [name for name in names if ".experts" in name]
+    assert [name for name in names if ".experts" in name] == [
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    ]

@@ -298,6 +298,33 @@ def test_continuous_batching_is_refused_by_name(attached):
             call()
 
 
+def test_continuous_batching_of_the_base_model_is_let_through(monkeypatch):
+    model = make_model("llama")
+    model.generate_batch = lambda inputs: f"ran {inputs}"
+    manager = attach(model, "torch")
+    assert model.generate_batch([1]) == "ran [1]"  # nothing is loaded
+    monkeypatch.setattr(manager.gate, "adapters_loaded", 1)
+    with pytest.raises(UnsupportedOpError, match="continuous batching"):
+        model.generate_batch([1])
+    with manager.base_only():
+        assert model.generate_batch([1]) == "ran [1]"
+
+
+def test_inputs_without_rows_and_forwards_of_odd_rows(attached):
+    bench, manager = attached("llama")
+    with pytest.raises(InvalidBatchError, match="input_ids or inputs_embeds"), torch.no_grad():
+        bench.model(position_ids=torch.zeros(1, 1), adapter_names=["attention"])
+
+    def three_rows(model, input_ids, **_):
+        return model(input_ids=torch.ones(3, 2, dtype=torch.long))
+
+    with pytest.raises(InvalidBatchError, match=r"2 adapter_names, but a forward has 3 rows"):
+        bench.model.generate(
+            **prompts(2), **GREEDY, custom_generate=three_rows, adapter_names=["attention", None]
+        )
+    assert manager.gate.backend.batch_info is None
+
+
 @pytest.fixture
 def graphs():
     """A function: how many graphs dynamo has made in this test."""
