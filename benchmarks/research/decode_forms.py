@@ -35,7 +35,7 @@ SITES = {
     "qkv70tp8": (8192, (1024, 128, 128)),
 }
 POINTS = (  # tokens, adapters, rank, slots of the pool
-    (32, 8, 16, 8), (1, 1, 16, 8), (128, 8, 16, 8), (64, 8, 64, 8), (32, 32, 64, 32),
+    (32, 8, 16, 8), (1, 1, 16, 8), (64, 8, 16, 8), (32, 32, 64, 32), (128, 8, 16, 8),
 )  # fmt: skip
 WIDE_UP_TO = 1600
 """Spare rows above which the wide base is not tried."""
@@ -44,48 +44,52 @@ WIDE_UP_TO = 1600
 def fused_tiles(site: str, tokens: int) -> Iterator[Tile]:
     """Variants of the one-launch form."""
     if tokens > 64:
-        if site in ("o", "qkv", "down"):
-            yield tile(128, 64, 4, split=4)
-            yield tile(128, 64, 4, split=4, warps=8)
-            yield tile(64, 64, 4, split=2)
-        elif site == "gate_up":
-            yield tile(128, 64, 3)
-            yield tile(128, 64, 4, warps=8)
-            yield tile(64, 128, 3)
-        else:
-            yield tile(64, 64, 4, split=8)
         return
-    small = tokens <= 16
+    make = partial(tile, band(tokens))
     if site in ("o", "qkv", "down"):
-        yield tile(32, 128, 8 if small else 6)
-        yield tile(32, 256, 5 if small else 4)
-        yield tile(32, 256, 4, warps=8)
-        yield tile(16, 256, 5 if small else 4)
-        yield tile(64, 128, 5 if small else 4, split=2)
-        yield tile(128, 64, 5, split=4)
-        yield tile(32, 128, 4, split=2)
+        yield make(64, 128, split=2)
+        yield make(64, 128, split=2, ahead=0)
+        yield make(64, 128, split=2, ahead=16)
+        yield make(64, 128, split=2, h_split=2)
+        yield make(64, 64, split=2)
+        yield make(64, 128, split=4)
+        yield make(128, 64, split=4)
     elif site == "gate_up":
-        yield tile(32, 128, 5)
-        yield tile(32, 256, 4)
-        yield tile(64, 128, 4)
-        yield tile(64, 64, 6)
-        yield tile(128, 64, 5)
-        yield tile(128, 128, 3, warps=8)
+        yield make(64, 128)
+        yield make(64, 128, ahead=0)
+        yield make(64, 128, ahead=16)
+        yield make(64, 64)
+        yield make(64, 128, split=2)
+        yield make(128, 64)
+        yield make(128, 64, warps=8)
+        yield make(128, 64, split=2)
     else:
-        yield tile(32, 128, 5, split=4)
-        yield tile(16, 256, 5, split=2)
-        yield tile(32, 128, 5, split=8)
+        yield make(32, 128, split=4)
+        yield make(64, 128, split=4)
+        yield make(64, 128, split=8)
+        yield make(64, 64, split=8)
 
 
-def tile(bn: int, bk: int, stages: int, *, split: int = 1, warps: int = 4) -> Tile:
-    """One choice."""
-    names = {"BN": bn, "BK": bk, "SPLIT": split, "BKH": 128, "H_SPLIT": 4, "CHUNK": 8}
+def tile(
+    bm: int, bn: int, bk: int, *, split: int = 1, warps: int = 4, ahead: int = 8, h_split: int = 4
+) -> Tile:
+    """One choice, as many stages as let two programs share a multiprocessor."""
+    stages = min(8, (113 * 1024 - bn * 256) // ((bn + bm) * bk * 2))
+    names = {
+        "BN": bn,
+        "BK": bk,
+        "SPLIT": split,
+        "BKH": 128,
+        "H_SPLIT": h_split,
+        "CHUNK": 8,
+        "AHEAD": ahead,
+    }
     return Tile(names, num_warps=warps, num_stages=stages)
 
 
 def words(tile: Tile) -> str:
     """A choice in a few words."""
-    names = " ".join(f"{k}{tile[k]}" for k in ("BN", "BK", "SPLIT", "H_SPLIT"))
+    names = " ".join(f"{k}{tile[k]}" for k in ("BN", "BK", "SPLIT", "H_SPLIT", "AHEAD"))
     return f"{names} st{tile.num_stages} w{tile.num_warps}"
 
 
@@ -119,7 +123,7 @@ def compile_share(index: int, total: int) -> None:
             if form == "fused":
                 layout, bm = SliceLayout(cell.widths), band(cell.tokens)
                 bound = decode.constexprs(
-                    choice, layout, 64, bm, False, decode.even_k(choice, cell.K)
+                    choice, layout, 64, bm, False, decode.even_k(choice, cell.K), True
                 )
                 r, k, n = cell.max_rank, cell.K, sum(cell.widths)
                 slices, at = layout.num_slices, 1008
@@ -171,7 +175,7 @@ def measure(cell: DenseCell) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 - one variant must not end the run
             errors[name] = f"{type(error).__name__}: {str(error)[:160]}"
 
-    def fused(choice: Tile) -> Any:
+    def fused(choice: Tile, ours: Any, info: Any) -> Any:
         def step() -> list[torch.Tensor]:
             return [
                 decode.decode(
@@ -184,9 +188,17 @@ def measure(cell: DenseCell) -> dict[str, Any]:
         return lambda: step()
 
     weights = [type(w)(w.a, w.b.contiguous(), w.ranks, w.scalings, w.layout) for w in weights]
-    for choice in fused_tiles(cell.site, cell.tokens):
-        contender(f"fused {words(choice)}", partial(fused, choice))
     timed_only = set()
+    idle = dense.load_backend("fused", device=device)
+    idle.init_graph("decode", max_requests=cell.requests, max_tokens=cell.tokens)
+    nobody = idle.prepare_batch(
+        LoRABatch(cell.seq_lens, [-1] * cell.requests, "decode"), graph="decode"
+    )
+    for index, choice in enumerate(fused_tiles(cell.site, cell.tokens)):
+        contender(f"fused {words(choice)}", partial(fused, choice, ours, info))
+        if index == 0:
+            contender("fused, no adapter", partial(fused, choice, idle, nobody))
+            timed_only.add("fused, no adapter")
     if cell.max_loras * len(cell.widths) * cell.max_rank <= WIDE_UP_TO:
         wide = [
             WideBase(base.weight, w.a, w.b, w.ranks, w.scalings, cell.widths, slots)

@@ -7,7 +7,7 @@ from lora_core.weights import SliceLayout
 from lora_core_fused import decode, tables
 
 _TYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "launch_pdl")
 _INTEGERS = (
     *("num_rows", "K", "tiles", "tiles_at", "rows_at", "scales_at", "x_row", "w_row"),
     *("a_slot", "a_slice", "a_rank", "b_slot", "b_column", "b_rank"),
@@ -26,7 +26,7 @@ def cases() -> list[AotCase]:
                     (SliceLayout((4096, 1024, 1024)), True),
                     (SliceLayout((100,)), False),
                 ):
-                    bound = decode.constexprs(tile, layout, 64, bm, not even, even)
+                    bound = decode.constexprs(tile, layout, 64, bm, not even, even, even)
                     options = {name: bound.pop(name) for name in _OPTIONS if name in bound}
                     odd = frozenset({"x", "w", "a", "x_row", "w_row", "a_rank", "K"})
                     found.append(
@@ -43,6 +43,7 @@ def cases() -> list[AotCase]:
                             },
                             constexprs=bound,
                             options=options,
+                            archs=frozenset({"sm90", "sm100"}) if even else None,  # overtakes
                             max_stack=64,  # of the path for a B that is not finite
                             ones=frozenset({"b_column" if even else "b_rank"}),
                             unaligned=frozenset({"num_rows", "tiles"})

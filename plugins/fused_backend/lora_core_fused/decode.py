@@ -11,6 +11,9 @@ Few rows leave the base product waiting for memory, so LoRA rides along:
   all h are there, add `B @ h` of every tile in registers, and write the output once. Where there are
   too few blocks to fill the GPU, K is split, and the last part to arrive sums them in their order.
 
+With OVERTAKES a launch may begin while the kernel before it finishes; until that has finished, it
+only brings the first part of its weights closer, which no kernel writes.
+
 Programs that others wait for come first in the grid, and a GPU starts programs in grid order. Sums
 have one order whatever the timing, so equal inputs give equal bits. Counters are zero again at the
 end. A product with the zeros of other tiles' rows is exact unless B is not finite; then every tile is
@@ -31,11 +34,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lora_core.triton_kit import Launch, Tile, dot, family
+from lora_core.triton_kit import INTERPRETED, Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core_fused import tables
 from lora_core_triton.worklist import WorkList
 
+_ON_GPU = tl.constexpr(not INTERPRETED)
 MAX_ROWS = 128
 """What the kernel can do; up to where it pays is the table's business."""
 _TILE_ROWS = 16
@@ -82,6 +86,8 @@ def decode_kernel(
     BKH: tl.constexpr,
     H_SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,  # tiles whose expand is one product
+    OVERTAKES: tl.constexpr,  # may start before the kernel before it has finished
+    AHEAD: tl.constexpr,  # lines of each row of w to prefetch meanwhile, a power of two
     STAGES: tl.constexpr,
 ):
     NUM_SLICES: tl.constexpr = len(FIRST_BLOCKS)
@@ -89,6 +95,9 @@ def decode_kernel(
     pid = tl.program_id(0)
     o_i = tl.arange(0, BM)
     if pid < num_h:
+        if OVERTAKES:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         _shrink_part(
             x, a, ranks, scalings, meta, h, parts, sync, K, tiles, tiles_at, rows_at, x_row, a_slot,
             a_slice, a_rank, pid, NUM_SLICES, RANK, EVEN_K, BM, BKH, H_SPLIT, STAGES,
@@ -114,8 +123,38 @@ def decode_kernel(
     p_x = x + tl.minimum(o_i, num_rows - 1).to(tl.int64) * x_row
     k_part = tl.cdiv(tl.cdiv(K, SPLIT), BK) * BK
     k_begin = part * k_part
+    k_end = tl.minimum(k_begin + k_part, K)
+    if OVERTAKES:
+        if AHEAD > 0:  # 128 bytes at a time
+            o_line = k_begin + tl.arange(0, AHEAD) * (
+                128 // (w.dtype.element_ty.primitive_bitwidth // 8)
+            )
+            _prefetch(p_w[:, None] + tl.minimum(o_line, k_end - 1)[None, :])
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # the tiles, and which row has which scale: loads that are long done when they are needed
+    o_t = tl.arange(0, BM)  # there are no more tiles than rows
+    p_tile = meta + tiles_at + 4 * o_t
+    t_slot = tl.load(p_tile, mask=o_t < tiles, other=-1)
+    t_live = t_slot >= 0
+    t_first = tl.load(p_tile + 1, mask=o_t < tiles, other=BM)
+    t_count = tl.where(t_live, tl.load(p_tile + 2, mask=o_t < tiles, other=0), 0)
+    listed = tl.sum(t_count)
+    row_of = tl.load(meta + rows_at + o_i, mask=o_i < listed, other=-1)
+    scale_of = tl.load(meta + scales_at + o_i, mask=o_i < listed, other=0)
+    t_rank = tl.load(ranks + t_slot * NUM_SLICES + s, mask=t_live, other=0)
+    live = tl.sum(t_live.to(tl.int32))
+    top = tl.max(t_rank)
+    o_j = tl.arange(0, CHUNK * 16)
+    slot = tl.load(meta + tiles_at + 4 * (o_j // 16), mask=o_j // 16 < live, other=0)
+    rank = tl.load(ranks + slot * NUM_SLICES + s, mask=o_j // 16 < live, other=0)
+    m_b = (o_j % 16 < rank)[None, :] & (o_n < end)[:, None]
+    p_b = b + slot.to(tl.int64)[None, :] * b_slot + o_n.to(tl.int64)[:, None] * b_column
+    first_b = tl.load(p_b + (o_j % 16)[None, :] * b_rank, mask=m_b, other=0.0)
+
     acc = tl.zeros((BN, BM), tl.float32)
-    for k in tl.range(k_begin, tl.minimum(k_begin + k_part, K), BK, num_stages=STAGES):
+    for k in tl.range(k_begin, k_end, BK, num_stages=STAGES):
         if EVEN_K:
             b_w = tl.load(p_w[:, None] + (k + o_k)[None, :])
             b_x = tl.load(p_x[:, None] + (k + o_k)[None, :])
@@ -132,47 +171,33 @@ def decode_kernel(
         tl.debug_barrier()
         arrivals = sync + 2 + NUM_SLICES * BM + block
         if tl.atomic_add(arrivals, 1, sem="acq_rel") < SPLIT - 1:
-            _leave(sync, BLOCKS * SPLIT)
             return
         acc = tl.zeros((BN, BM), tl.float32)
         for i in tl.static_range(SPLIT):
             acc += tl.load(p_parts + i * (BN * BM) + o_part, cache_modifier=".cg")
         tl.store(arrivals, 0)
+
+    while _peek(sync) < num_h:
+        pass
+    # counted out as soon as h is there: the count is not waited for at the end
+    gone = tl.atomic_add(sync + 1, 1, sem="acq_rel")
     if HAS_BIAS:
         acc += tl.load(bias + o_n, mask=o_n < end, other=0.0).to(tl.float32)[:, None]
-
-    # what does not depend on h, while it may still be on its way: the tiles, and each row's scale
-    o_t = tl.arange(0, BM)  # there are no more tiles than rows
-    p_tile = meta + tiles_at + 4 * o_t
-    t_slot = tl.load(p_tile, mask=o_t < tiles, other=-1)
-    t_live = t_slot >= 0
-    t_first = tl.load(p_tile + 1, mask=t_live, other=BM)
-    t_count = tl.load(p_tile + 2, mask=t_live, other=0)
-    t_rank = tl.load(ranks + t_slot * NUM_SLICES + s, mask=t_live, other=0)
-    live = tl.sum(t_live.to(tl.int32))
-    top = tl.max(t_rank)
-    listed = tl.sum(t_count)  # rows of the work list, at positions 0 .. listed
-    row_of = tl.load(meta + rows_at + o_i, mask=o_i < listed, other=-1)
-    scale_of = tl.load(meta + scales_at + o_i, mask=o_i < listed, other=0)
-    within = (t_first[None, :] <= o_i[:, None]) & (o_i[:, None] < (t_first + t_count)[None, :])
-    rank_of = tl.sum(tl.where(within, t_rank[None, :], 0), 1)
-    is_row = (row_of[:, None] == o_i[None, :]) & (rank_of > 0)[:, None]
-    scale = tl.sum(tl.where(is_row, scale_of.to(tl.float32, bitcast=True)[:, None], 0.0), 0)
-    touched = tl.sum(is_row.to(tl.int32), 0) > 0
-
-    while tl.load(sync, volatile=True) < num_h:
-        pass
-    tl.atomic_add(sync, 0, sem="acquire")
     if top > 0:
-        o_j = tl.arange(0, CHUNK * 16)
         p_h = h + s * tiles * (RANK * BM)
-        delta = tl.zeros((BN, BM), tl.float32)
+        b_h = tl.load(
+            p_h + (o_j // 16 * RANK + o_j % 16)[:, None] * BM + o_i[None, :],
+            mask=(o_j % 16 < rank)[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        delta = dot(first_b, b_h, tl.zeros((BN, BM), tl.float32))
         for t in range(0, live, CHUNK):
             tile = t + o_j // 16
             slot = tl.load(meta + tiles_at + 4 * tile, mask=tile < live, other=0)
             rank = tl.load(ranks + slot * NUM_SLICES + s, mask=tile < live, other=0)
             p_b = b + slot.to(tl.int64)[None, :] * b_slot + o_n.to(tl.int64)[:, None] * b_column
-            for r0 in range(0, top, 16):
+            for r0 in range(tl.where(t == 0, 16, 0), top, 16):
                 r = r0 + o_j % 16
                 b_h = tl.load(
                     p_h + (tile * RANK + r)[:, None] * BM + o_i[None, :],
@@ -187,43 +212,70 @@ def decode_kernel(
         if tl.max((delta - delta != 0).to(tl.int32)) > 0:
             delta = tl.zeros((BN, BM), tl.float32)
             for t in range(live):
-                slot = tl.load(meta + tiles_at + 4 * t)
+                own_slot = tl.load(meta + tiles_at + 4 * t)
                 first = tl.load(meta + tiles_at + 4 * t + 1)
                 count = tl.load(meta + tiles_at + 4 * t + 2)
-                rank = tl.load(ranks + slot * NUM_SLICES + s)
+                own_rank = tl.load(ranks + own_slot * NUM_SLICES + s)
                 own = (o_i >= first) & (o_i < first + count)
                 mine = (
                     tl.sum((own[:, None] & (row_of[:, None] == o_i[None, :])).to(tl.int32), 0) > 0
                 )
                 o_r = tl.arange(0, 16)
-                p_b = b + slot.to(tl.int64) * b_slot + o_n.to(tl.int64)[:, None] * b_column
+                own_b = b + own_slot.to(tl.int64) * b_slot + o_n.to(tl.int64)[:, None] * b_column
                 own_delta = tl.zeros((BN, BM), tl.float32)
-                for r0 in range(0, rank, 16):
-                    r = r0 + o_r
-                    b_h = tl.load(
-                        p_h + (t * RANK + r)[:, None] * BM + o_i[None, :],
-                        mask=(r < rank)[:, None],
+                for r0 in range(0, own_rank, 16):
+                    own_r = r0 + o_r
+                    h_own = tl.load(
+                        p_h + (t * RANK + own_r)[:, None] * BM + o_i[None, :],
+                        mask=(own_r < own_rank)[:, None],
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    m_b = (r < rank)[None, :] & (o_n < end)[:, None]
-                    b_b = tl.load(p_b + r[None, :] * b_rank, mask=m_b, other=0.0)
-                    own_delta = dot(b_b, b_h, own_delta)
+                    m_own = (own_r < own_rank)[None, :] & (o_n < end)[:, None]
+                    b_own = tl.load(own_b + own_r[None, :] * b_rank, mask=m_own, other=0.0)
+                    own_delta = dot(b_own, h_own, own_delta)
                 delta = tl.where(mine[None, :], own_delta, delta)
+        # position p of the list is a row of the tile that covers p
+        within = (t_first[None, :] <= o_i[:, None]) & (o_i[:, None] < (t_first + t_count)[None, :])
+        rank_of = tl.sum(tl.where(within, t_rank[None, :], 0), 1)
+        is_row = (row_of[:, None] == o_i[None, :]) & (rank_of > 0)[:, None]
+        scale = tl.sum(tl.where(is_row, scale_of.to(tl.float32, bitcast=True)[:, None], 0.0), 0)
+        touched = tl.sum(is_row.to(tl.int32), 0) > 0
         acc = tl.where(touched[None, :], acc + scale[None, :] * delta, acc)
     m_out = (o_i < num_rows)[None, :] & (o_n < end)[:, None]
     p_out = out + o_i.to(tl.int64)[None, :] * OFFSETS[NUM_SLICES] + o_n[:, None]
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=m_out)
-    _leave(sync, BLOCKS * SPLIT)
+    if gone == BLOCKS - 1:  # nobody reads the counters any more
+        tl.store(sync, 0)
+        tl.store(sync + 1, 0)
 
 
 @triton.jit
-def _leave(sync, programs):
-    """Count out; the last to go sets the counters back."""
-    tl.debug_barrier()
-    if tl.atomic_add(sync + 1, 1, sem="acq_rel") == programs - 1:
-        tl.store(sync, 0)
-        tl.store(sync + 1, 0)
+def _peek(counter):
+    """The value of a counter, and with it what was written before it was raised."""
+    if _ON_GPU:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.u32 $0, [$1];",
+            "=r,l",
+            [counter],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return tl.load(counter, volatile=True)
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Bring lines into the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -318,7 +370,8 @@ def decode(
         family(x.device), rows=bm, columns=layout.out_features, k=k, bytes=x.element_size()
     )
     rank = -(-weights.max_rank // 16) * 16
-    launch, blocks = _launch(tile, layout, rank, bm, bias is not None, even_k(tile, k))
+    overtakes = family(x.device) in ("sm90", "sm100")
+    launch, blocks = _launch(tile, layout, rank, bm, bias is not None, even_k(tile, k), overtakes)
     n, split, h_split = layout.num_slices, tile["SPLIT"], tile["H_SPLIT"]
     out = torch.empty(rows, layout.out_features, dtype=x.dtype, device=x.device)
     h = torch.empty(n * tiles * rank * bm, dtype=x.dtype, device=x.device)
@@ -347,14 +400,26 @@ def even_k(tile: Tile, k: int) -> bool:
 
 @cache
 def _launch(
-    tile: Tile, layout: SliceLayout, rank: int, bm: int, has_bias: bool, even: bool
+    tile: Tile,
+    layout: SliceLayout,
+    rank: int,
+    bm: int,
+    has_bias: bool,
+    even: bool,
+    overtakes: bool,
 ) -> tuple[Launch, int]:
-    bound = constexprs(tile, layout, rank, bm, has_bias, even)
+    bound = constexprs(tile, layout, rank, bm, has_bias, even, overtakes)
     return Launch(decode_kernel, **bound), bound["BLOCKS"]
 
 
 def constexprs(
-    tile: Tile, layout: SliceLayout, rank: int, bm: int, has_bias: bool, even: bool
+    tile: Tile,
+    layout: SliceLayout,
+    rank: int,
+    bm: int,
+    has_bias: bool,
+    even: bool,
+    overtakes: bool,
 ) -> dict[str, Any]:
     """Everything that is compiled into the kernel, by parameter name."""
     blocks = [-(-width // tile["BN"]) for width in layout.widths]
@@ -367,7 +432,10 @@ def constexprs(
         "EVEN_K": even,
         "BM": bm,
         "CHUNK": tile["CHUNK"],
+        "OVERTAKES": overtakes,
+        "AHEAD": tile["AHEAD"],
         "STAGES": tile.num_stages,
+        "launch_pdl": overtakes,
         "num_warps": tile.num_warps,
         **{name: tile[name] for name in ("BN", "BK", "SPLIT", "BKH", "H_SPLIT")},
     }

@@ -19,7 +19,15 @@ def band(rows: int) -> int:
 
 
 def _decode(BN: int, BK: int, stages: int, SPLIT: int = 1, warps: int = 4, CHUNK: int = 8) -> Tile:
-    constexprs = {"BN": BN, "BK": BK, "SPLIT": SPLIT, "BKH": 128, "H_SPLIT": 4, "CHUNK": CHUNK}
+    constexprs = {
+        "BN": BN,
+        "BK": BK,
+        "SPLIT": SPLIT,
+        "BKH": 128,
+        "H_SPLIT": 4,
+        "CHUNK": CHUNK,
+        "AHEAD": 8,
+    }
     return Tile(constexprs, num_warps=warps, num_stages=stages)
 
 
@@ -29,7 +37,8 @@ DECODE = TileTable(
     [
         Rule(
             Tile(
-                {"BN": 32, "BK": 32, "SPLIT": 2, "BKH": 32, "H_SPLIT": 2, "CHUNK": 2}, num_stages=2
+                {"BN": 32, "BK": 32, "SPLIT": 2, "BKH": 32, "H_SPLIT": 2, "CHUNK": 2, "AHEAD": 0},
+                num_stages=2,
             ),
             "float32 products are not for tensor cores: small tiles keep them in registers",
             where={"bytes": (4, 4)},
