@@ -274,6 +274,7 @@ class LoRAManager:
         self._owner: list[str | None] = [None] * max_loras
         self._last_used = [0] * max_loras
         self._clock = 0
+        self._homeless: list[_Adapter] = []  # pinned, refreshed while every slot was in use
         self._counts = dict.fromkeys(
             ("reads", "slot_writes", "slot_hits", "slot_evictions", "host_evictions", "batches"), 0
         )
@@ -409,11 +410,11 @@ class LoRAManager:
                 )
                 slot = self._slot_of.pop(name, None)
                 if slot is not None:
-                    self._owner[slot] = (
-                        None  # a live batch may still use it, so it is not cleared here
-                    )
-                    if adapter.pinned or not self._in_use(slot):
+                    self._owner[slot] = None  # not cleared: a live batch may still use it
+                    if not self._in_use(slot):
                         self._place(adapter, prefer=slot)
+                    elif adapter.pinned and not self._place(adapter):
+                        self._homeless.append(adapter)
                 _log.info("refreshed adapter %r: version %s", name, packed.version)
                 return self._describe(adapter)
         finally:
@@ -842,6 +843,10 @@ class LoRAManager:
         if state.slots:
             self.pool.after_forward(state.slots, lane)
             state.slots, state.names = (), frozenset()
+            if self._homeless:
+                self._homeless = [
+                    adapter for adapter in self._homeless if not self._rehouse(adapter)
+                ]
             self._changed.notify_all()
 
     def _distinct(self, names: Iterable[str | None]) -> dict[str, _Adapter]:
@@ -948,6 +953,11 @@ class LoRAManager:
         self._last_used[slot] = self._clock
         self._counts["slot_writes"] += 1
         return True
+
+    def _rehouse(self, adapter: _Adapter) -> bool:
+        """Give a pinned adapter its slot again; whether nothing is left to do."""
+        wants = adapter.pinned and self._adapters.get(adapter.name) is adapter
+        return not wants or adapter.name in self._slot_of or self._place(adapter)
 
     def _evictable(self, slot: int) -> bool:
         owner = self._owner[slot]

@@ -403,6 +403,16 @@ def test_k42_refresh_of_a_pinned_and_held_adapter():
     assert_runs(manager, model, {"a": adapter(7)})
 
 
+def test_k42_a_pinned_adapter_refreshed_while_every_slot_is_in_use_gets_one_afterwards():
+    manager, model, sources = loaded("a", "b")
+    manager.pin("a")
+    with manager.batch([LoRARequest("a"), LoRARequest("b")]):
+        manager.refresh("a", adapter(7))
+        assert manager.adapters()["a"].slot is None
+    assert manager.adapters()["a"].slot is not None
+    assert_runs(manager, model, {"a": adapter(7), "b": sources["b"]})
+
+
 def test_a_bad_refresh_leaves_the_adapter_as_it_was(folders):
     manager, model = make()
     manager.load_adapter("a", folders["a"])
