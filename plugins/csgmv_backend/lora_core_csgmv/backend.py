@@ -67,7 +67,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._multiprocessors = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         )
-        self._side = torch.cuda.Stream(self.device, priority=-1) if cuda else None
+        self._side = torch.cuda.Stream(self.device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
         self.workspace.sync["arrivals"] = torch.zeros(
             _ARRIVALS, dtype=torch.int32, device=self.device
         )
@@ -389,10 +389,11 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             ids is not None,
             overtakes,
         )
+        strides: tuple[int, ...]
         if ids is None:
             source, strides = segments.block, (0, h.stride(0), h.stride(2))
         else:
-            source, strides = ids, h.stride()
+            source, strides = ids, weights.a.stride()
         plan.launch(
             (self._programs(min(segments.bound, rows) * plan.units, segments), 1, 1),
             out,

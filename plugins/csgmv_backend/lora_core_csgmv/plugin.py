@@ -13,6 +13,6 @@ def lora_core_backends() -> list[BackendSpec]:
             "csgmv",
             "chunked segments in Triton: rows ordered by adapter, batch-invariant, CUDA graphs",
             "lora_core_csgmv.backend:CsgmvBackend",
-            priority=15,
+            priority=75,
         )
     ]

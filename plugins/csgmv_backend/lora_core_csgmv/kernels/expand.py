@@ -7,7 +7,7 @@ embedding's A instead.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def expand(
         p_h = h + slot * stride_h_slot + this * MAX_RANK
         for t0 in range(first, end, BLOCK_T):
             row, t_live = rows_at(segments, t0 + tl.arange(0, BLOCK_T), end, num_rows, room)
-            rows = row, t_live, num_rows
+            rows = row, t_live
             tensors = out, p_h, ids, p_b
             strides = stride_out, stride_h, stride_h_rank, stride_n, stride_rank
             work = rank, factor, n0, n_end
@@ -136,7 +136,7 @@ def _columns(
     out, p_h, ids, p_b = tensors
     stride_out, stride_h, stride_h_rank, stride_n, stride_rank = strides
     rank, factor, n0, n_end = work
-    row, t_live, num_rows = rows
+    row, t_live = rows
     r = tl.arange(0, BLOCK_R)
     n = n0 + tl.arange(0, BLOCK_N)
     b_b = _load_b(p_b, n, n_end, r, rank, stride_n, stride_rank)

@@ -11,7 +11,7 @@ what all have left in `partials`. Both give the same bits, which follow from K a
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations

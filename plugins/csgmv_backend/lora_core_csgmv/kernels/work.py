@@ -1,7 +1,7 @@
 """What both kernels read of a block of segments; see `lora_core_csgmv.segments` for its layout."""
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
