@@ -130,29 +130,30 @@ def plan_segments(
             segment.
     """
     chunk = chunk_size(rows)
-    # requests, by adapter; those of the base model come first
+    # by adapter; requests of the base model come first
     order = slots.argsort(kind="stable") if scales is None else np.lexsort((scales, slots))
     keys = slots.take(order)
     base_only = int(keys.searchsorted(0))
-    order, keys = order[base_only:].astype(np.int32), keys[base_only:]
+    requests: Words = order[base_only:].astype(np.int32)
+    keys = keys[base_only:]
     if not len(keys):
         return EMPTY
 
     if lengths is None:
-        permutation = order
-        request_ends = counting(len(order) + 1)[1:]
+        permutation = requests
+        request_ends = counting(len(requests) + 1)[1:]
     else:
-        counts = lengths.take(order)
+        counts = lengths.take(requests)
         request_ends = counts.cumsum(dtype=np.int32)
         # request i covers rows ends - counts ..; its place in the permutation ends at request_ends
-        permutation = (ends.take(order) - request_ends).repeat(counts)
+        permutation = (ends.take(requests) - request_ends).repeat(counts)
         permutation += counting(len(permutation))
 
     last = np.empty(len(keys), np.bool_)  # the last request of each group that may share segments
     last[-1] = True
     np.not_equal(keys[1:], keys[:-1], out=last[:-1])
     if scales is not None:
-        scales = scales.take(order)
+        scales = scales.take(requests)
         last[:-1] |= scales[1:] != scales[:-1]
     ends_of = request_ends[last]  # per group, in the permutation
     starts_of = np.empty_like(ends_of)
