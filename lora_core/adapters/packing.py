@@ -225,7 +225,8 @@ def _pack_experts(
     from lora_core.adapters.experts import is_expert, pack_experts
 
     projections = [cast("ExpertsTarget", t) for t in targets.values() if t.site.kind == "experts"]
-    mine = {n: parts for n, parts in modules.items() if is_expert(n) and n not in targets}
+    plain = {name for name, target in targets.items() if target.site.kind != "experts"}
+    mine = {n: parts for n, parts in modules.items() if is_expert(n) and n not in plain}
     if not projections or not mine:
         return _Experts({}, frozenset())
     config = checkpoint.config

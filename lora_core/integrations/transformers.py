@@ -26,8 +26,15 @@ from lora_core.layers.base import ForwardGate, LoRALayer
 from lora_core.layers.embedding import LoRAEmbedding
 from lora_core.layers.linear import LoRALinear, OpaqueLinear, linear_features, view_linear
 from lora_core.layers.lm_head import LoRALMHead
+from lora_core.layers.moe import (
+    ExpertsProjection,
+    FusedMoEWithLoRA,
+    is_packed_experts,
+    wrap_packed_experts,
+)
 from lora_core.manager import LoRAManager, LoRARequest
-from lora_core.plugins import load_backend
+from lora_core.moe import MoELoRABackend
+from lora_core.plugins import load_backend, load_moe_backend
 from lora_core.sites import Site
 from lora_core.weights import SliceLayout
 
@@ -65,8 +72,9 @@ def attach(
     max_cpu_loras: int | None = None,
     target_modules: Sequence[str] | str | None = None,
     adapter_root: str | Path | None = None,
+    experts_backend: MoELoRABackend[Any] | str | None = None,
 ) -> LoRAManager:
-    """Wrap a model's linear, embedding and head modules in place, so that it serves adapters.
+    """Wrap a model's linear, embedding, head and experts modules in place, so that it serves adapters.
 
     Afterwards `model.generate(..., adapter_names=["sql", None])` and
     `model(..., adapter_names=[...])` run each row of the batch with its own adapter, and None or
@@ -80,6 +88,8 @@ def attach(
         max_cpu_loras: adapters kept in host memory, see `LoRAManager`.
         target_modules: allocate room for these sites at once, see `LoRAManager`.
         adapter_root: load adapters from below this folder only, see `LoRAManager`.
+        experts_backend: of experts modules: a name for `load_moe_backend`, an instance, or None for
+            the best one available.
 
     Returns:
         The manager: `manager.load_adapter(name, path)` and all else about adapters.
@@ -107,8 +117,10 @@ def attach(
         target_modules=target_modules,
         adapter_root=adapter_root,
     )
-    layers = _wrap_modules(model, manager.gate)
-    manager.add_layers({layer.site.name: layer for layer in layers.values()})
+    layers = _wrap_modules(model, manager.gate, experts_backend)
+    manager.add_layers(
+        {site.site.name: site for layer in layers.values() for site in _sites(layer)}
+    )
     _Attachment(model, manager, layers).install()
     return manager
 
@@ -170,7 +182,9 @@ def _device(model: nn.Module) -> torch.device:
     return torch.empty(0, device=place).device  # with its index
 
 
-def _wrap_modules(model: PreTrainedModel, gate: ForwardGate) -> dict[nn.Module, LoRALayer]:
+def _wrap_modules(
+    model: PreTrainedModel, gate: ForwardGate, experts: MoELoRABackend[Any] | str | None
+) -> dict[nn.Module, LoRALayer]:
     """A layer for every module that adapters can change, by the module it wraps."""
     whole: Any = model  # the accessors below have no types
     text_only = model.config.get_text_config() is model.config
@@ -182,8 +196,13 @@ def _wrap_modules(model: PreTrainedModel, gate: ForwardGate) -> dict[nn.Module, 
     for name, module in model.named_modules():
         if not name or name.startswith(tuple(closed)):
             continue
-        if isinstance(module, nn.MultiheadAttention) or name.endswith("experts"):
+        if is_packed_experts(module) and module in eligible:
+            if not isinstance(experts, MoELoRABackend):
+                experts = load_moe_backend(experts, device=gate.backend.device)
+            layers[module] = wrap_packed_experts(name, module, gate, experts)
             closed.append(f"{name}.")
+        elif isinstance(module, nn.MultiheadAttention) or name.rpartition(".")[2] == "experts":
+            closed.append(f"{name}.")  # others get some of the rows, in an order of their own
         elif module in eligible:
             layer = _wrap_module(
                 name, module, model, gate, is_head=module is head, is_input=module is embedding
@@ -221,6 +240,11 @@ def _wrap_module(
     widths, slice_names = _slices(name, out_features, model.config.get_text_config())
     site = Site(name, "linear", in_features, SliceLayout(widths), slice_names)
     return LoRALinear(module, site, gate, dtype=_opaque_dtype(module, model))
+
+
+def _sites(layer: LoRALayer) -> tuple[LoRALayer | ExpertsProjection, ...]:
+    """What of a layer the manager fills with adapters."""
+    return (layer.gate_up, layer.down) if isinstance(layer, FusedMoEWithLoRA) else (layer,)
 
 
 def _opaque_dtype(module: nn.Module, model: PreTrainedModel) -> torch.dtype | None:

@@ -24,6 +24,7 @@ from lora_core.errors import TensorMismatchError, UnsupportedOpError
 from lora_core.layers.base import ForwardGate, LoRALayer
 from lora_core.moe import MoELoRABackend, MoELoRAWeights, MoERoute, MoERouting, local_slots
 from lora_core.sites import Site
+from lora_core.weights import SliceLayout
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,48 @@ class _StandIn:
         if self._order is not None:
             rows = torch.empty_like(rows).index_copy_(0, self._order, rows)
         return rows.view(*self._shape, -1)
+
+
+def is_packed_experts(module: nn.Module) -> bool:
+    """Whether a module is transformers' packed experts, weights of all experts in one tensor."""
+    return all(
+        hasattr(module, name) for name in ("has_gate", "is_transposed", "is_concatenated")
+    ) and (isinstance(getattr(module, "down_proj", None), nn.Parameter))
+
+
+def wrap_packed_experts(
+    name: str, module: nn.Module, gate: ForwardGate, experts: MoELoRABackend[Any]
+) -> FusedMoEWithLoRA:
+    """Wrap transformers' packed experts.
+
+    Where a base stores the outputs of gate and up in turn (`is_concatenated` is False), they are one
+    slice, in the base's own order.
+
+    Args:
+        name: of the module, in the model.
+        module: for which `is_packed_experts` holds.
+        gate: of the manager.
+        experts: the backend of the deltas.
+    """
+    inside: Any = module
+    first = "gate_up_proj" if inside.has_gate else "up_proj"
+    hidden, inner = inside.down_proj.shape[-2:]
+    if inside.is_transposed:
+        hidden, inner = inner, hidden
+    widths: tuple[int, ...] = (inner,)
+    slice_names: tuple[str, ...] = (f"{name}.{first}",)
+    if inside.has_gate and inside.is_concatenated:
+        widths, slice_names = (inner, inner), (f"{name}.gate_proj", f"{name}.up_proj")
+    elif inside.has_gate:
+        widths = (2 * inner,)
+    down = f"{name}.down_proj"
+    return FusedMoEWithLoRA(
+        module,
+        Site(f"{name}.{first}", "experts", hidden, SliceLayout(widths), slice_names),
+        Site(down, "experts", inner, SliceLayout((hidden,)), (down,)),
+        gate,
+        experts,
+    )
 
 
 class ExpertsProjection:
@@ -362,6 +405,7 @@ class FusedMoEWithLoRA(LoRALayer):
     def _has_weights(self) -> bool:
         return self.gate_up.weights is not None or self.down.weights is not None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
         hidden_states: Tensor,

@@ -22,6 +22,7 @@ from lora_core.layers.moe import (  # noqa: E402
     CoreConfig,
     FusedMoEWithLoRA,
     TransformersExpertsCore,
+    wrap_packed_experts,
 )
 from lora_core.sites import Site  # noqa: E402
 from tests.moe.models import MODELS, experts_of, tiny_model  # noqa: E402
@@ -34,8 +35,7 @@ def wrap(model: nn.Module, *, shared_outer: bool = False, only: str | None = Non
     gate = ForwardGate(load_backend("torch", device="cpu"))
     backend, layers = load_moe_backend("torch", device="cpu"), {}
     for name, module in experts_of(model).items():
-        sites = sites_of(name, module)
-        layer = FusedMoEWithLoRA(module, *sites, gate, backend)
+        layer = wrap_packed_experts(name, module, gate, backend)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
         for projection, which in ((layer.gate_up, "gate_up"), (layer.down, "down")):
@@ -43,18 +43,6 @@ def wrap(model: nn.Module, *, shared_outer: bool = False, only: str | None = Non
                 fill(projection, backend, module, which, shared_outer=shared_outer)
         layers[name] = layer
     return gate, layers
-
-
-def sites_of(name, module):
-    inner, hidden = module.down_proj.shape[-1], module.down_proj.shape[-2]
-    if module.is_transposed:
-        inner, hidden = hidden, inner
-    widths = (inner, inner) if module.is_concatenated else (2 * inner,)
-    first, second = f"{name}.gate_up_proj", f"{name}.down_proj"
-    return (
-        Site(first, "experts", hidden, SliceLayout(widths), (first,)),
-        Site(second, "experts", inner, SliceLayout((hidden,)), (second,)),
-    )
 
 
 def fill(projection, backend, module, which, *, shared_outer):
@@ -253,10 +241,11 @@ class TestInPlace:
     @torch.no_grad()
     def test_the_wrapper_has_its_own_configuration(self):
         name, module = next(iter(experts_of(tiny_model("qwen3_moe")).items()))
+        sites = wrap_packed_experts(name, module, None, None)
         base = self.InPlaceBase(module)
         gate = ForwardGate(load_backend("torch", device="cpu"))
         backend = load_moe_backend("torch", device="cpu")
-        layer = FusedMoEWithLoRA(base, *sites_of(name, module), gate, backend)
+        layer = FusedMoEWithLoRA(base, sites.gate_up.site, sites.down.site, gate, backend)
         fill(layer.gate_up, backend, module, "gate_up", shared_outer=False)
         assert base.core.config.inplace
         assert not layer.core.config.inplace

@@ -427,7 +427,7 @@ def test_routed_experts_are_sites_of_their_own():
     model = transformers.Qwen2MoeForCausalLM(config).eval()
     names = set(attach(model, "torch").layers)
     assert "model.layers.0.mlp.shared_expert.up_proj" in names
-    assert [name for name in names if ".experts" in name] == [
+    assert {name for name in names if ".experts" in name} == {
         "model.layers.0.mlp.experts.gate_up_proj",
         "model.layers.0.mlp.experts.down_proj",
-    ]
+    }
