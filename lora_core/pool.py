@@ -419,14 +419,15 @@ class SlotPool:
         device = self.backend.device
         stream = torch.cuda.current_stream(device)
         if aside:
-            stream = self._copy_stream = self._copy_stream or torch.cuda.Stream(device)
+            self._copy_stream = self._copy_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._copy_stream
         with torch.cuda.stream(stream):
             for event in (*self._used[slot].values(), self._written.get(slot)):
                 if event is not None:
                     stream.wait_event(event)
             self._used[slot].clear()
             yield
-            written = torch.cuda.Event()
+            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             written.record(stream)
             self._written[slot] = written
         self._torn.discard(slot)
@@ -438,7 +439,7 @@ class SlotPool:
         for slot in slots:
             event = self._written.get(slot)
             if event is not None:
-                if event.query():
+                if event.query():  # type: ignore[no-untyped-call]
                     del self._written[slot]
                 else:
                     torch.cuda.current_stream(self.backend.device).wait_event(event)
@@ -446,7 +447,7 @@ class SlotPool:
     def after_forward(self, slots: Iterable[int], lane: int) -> None:
         """Remember where the current stream stands, for the next write into `slots`."""
         if self._cuda and slots:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.backend.device))
             for slot in slots:
                 self._used[slot][lane] = event
