@@ -11,7 +11,17 @@ any shipped plugin's kernels. Nothing here knows a backend; importing it imports
 
 from lora_core.triton_kit.aot import AotCase
 from lora_core.triton_kit.dot import dot
-from lora_core.triton_kit.launch import INTERPRETED, Launch
+from lora_core.triton_kit.launch import INTERPRETED, Fixed, Launch
 from lora_core.triton_kit.tiles import Rule, Tile, TileTable, family
 
-__all__ = ["INTERPRETED", "AotCase", "Launch", "Rule", "Tile", "TileTable", "dot", "family"]
+__all__ = [
+    "INTERPRETED",
+    "AotCase",
+    "Fixed",
+    "Launch",
+    "Rule",
+    "Tile",
+    "TileTable",
+    "dot",
+    "family",
+]

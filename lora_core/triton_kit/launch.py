@@ -7,7 +7,7 @@ two calls, and hands raw addresses to Triton's own launcher.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ FIXED_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
 """Options whose default differs between Triton releases, so that results do not."""
 
 Grid = tuple[int, int, int]
+Run = Callable[[int, int, int, int, Sequence[Any]], None]
+"""(x, y, z, stream, run-time arguments as numbers): launches a compiled kernel."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -35,13 +37,17 @@ def specialisation(value: object) -> object:
     does not have. Other values (floats) by type alone.
     """
     if type(value) is int:
-        if value == 1:
-            return 1
-        # a small integer per class, cheap to hash
-        return (2 if value % 16 == 0 else 3) + (0 if -_INT32_MAX <= value <= _INT32_MAX else 2)
+        return _class_of(value)
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() & 15 == 0
     return type(value)
+
+
+def _class_of(value: int) -> int:
+    """The class of an integer (or an address) that Triton compiles for; small, so cheap to hash."""
+    if value == 1:
+        return 1
+    return (2 if value & 15 == 0 else 3) + (0 if -_INT32_MAX <= value <= _INT32_MAX else 2)
 
 
 class Launch:
@@ -75,7 +81,7 @@ class Launch:
         self._constexprs = tuple(bound[name] for name in constexprs)
         options = {name: value for name, value in bound.items() if name not in constexprs}
         self._options = {**FIXED_OPTIONS, **options}
-        self._compiled: dict[tuple[object, ...], Callable[..., None]] = {}
+        self._compiled: dict[tuple[object, ...], Run] = {}
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         """Run on the current stream of the first argument's device.
@@ -94,25 +100,76 @@ class Launch:
             return
         run = self._compiled.get((index, *map(specialisation, args)))
         if run is None:
-            self._first_call(grid, index, args)
+            self._compile(grid, args)
             return
-        run(
-            *grid,
-            driver.active.get_current_stream(index),
-            *[arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args],
-        )
+        raw = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+        run(*grid, driver.active.get_current_stream(index), raw)
 
-    def _first_call(self, grid: Grid, index: int, args: tuple[Any, ...]) -> None:
-        """Compile, run, and keep what Triton returns for the next call."""
+    def fix(self, args: Sequence[Any], varying: Sequence[int]) -> Fixed:
+        """This launch with all arguments fixed but those at the positions `varying`.
+
+        Args:
+            args: of one call; fixed tensors are kept, and must keep their addresses.
+            varying: positions whose value each call gives; dtypes stay those of `args`.
+        """
+        return Fixed(self, args, varying)
+
+    def compiled_for(self, args: Sequence[Any]) -> Run:
+        """What a call with `args` runs; there must have been one of the same specialisation."""
+        return self._compiled[args[0].device.index, *map(specialisation, args)]
+
+    def _compile(self, grid: Grid, args: Sequence[Any]) -> None:
+        """Run through Triton, and keep what it compiles for the next call."""
         compiled = self.kernel[grid](*args, *self._constexprs, **self._options)
-        key = (index, *map(specialisation, args))
         launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         constexprs = self._constexprs
 
-        def run(x: int, y: int, z: int, stream: int, *raw: Any) -> None:
+        def run(x: int, y: int, z: int, stream: int, raw: Sequence[Any]) -> None:
             launcher(x, y, z, stream, function, metadata, None, None, None, *raw, *constexprs)
 
-        self._compiled[key] = run
+        self._compiled[args[0].device.index, *map(specialisation, args)] = run
+
+
+class Fixed:
+    """A launch of which most arguments stay the same: made by `Launch.fix`, for the hottest paths.
+
+    Per call it looks only at what varies: tensors by alignment, integers by their class.
+    """
+
+    __slots__ = ("_args", "_index", "_launch", "_raw", "_runs", "_varying")
+
+    def __init__(self, launch: Launch, args: Sequence[Any], varying: Sequence[int]) -> None:
+        self._launch, self._varying, self._index = launch, tuple(varying), args[0].device.index
+        self._args = [None if at in self._varying else arg for at, arg in enumerate(args)]
+        self._raw = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in self._args]
+        self._runs: dict[tuple[int, ...], Run] = {}
+
+    def __call__(self, grid: Grid, *varying: Any) -> None:
+        """Run on the current stream of the device.
+
+        Args:
+            grid: programs in x, y, z.
+            varying: the arguments at the varying positions, in order.
+        """
+        if INTERPRETED or self._index != torch.cuda.current_device():
+            self._launch(grid, *self._merged(self._args, varying))
+            return
+        values = [value if type(value) is int else value.data_ptr() for value in varying]
+        key = tuple([_class_of(value) for value in values])
+        run = self._runs.get(key)
+        if run is None:
+            args = self._merged(self._args, varying)
+            self._launch(grid, *args)
+            self._runs[key] = self._launch.compiled_for(args)
+            return
+        stream = driver.active.get_current_stream(self._index)
+        run(*grid, stream, self._merged(self._raw, values))
+
+    def _merged(self, fixed: list[Any], varying: Sequence[Any]) -> list[Any]:
+        merged = fixed.copy()
+        for position, value in zip(self._varying, varying, strict=True):
+            merged[position] = value
+        return merged
 
 
 def _parameters(kernel: Any) -> list[tuple[str, bool]]:

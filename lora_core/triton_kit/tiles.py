@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """How one kernel is launched.
+    """How one kernel is launched; equal only to itself, so that it is cheap to look things up by.
 
     Attributes:
         constexprs: block sizes and switches, passed to the kernel by name.
@@ -24,7 +23,7 @@ class Tile:
         num_stages: depth of the software pipeline.
     """
 
-    constexprs: Mapping[str, int] = field(hash=False)
+    constexprs: Mapping[str, int]
     num_warps: int = 4
     num_stages: int = 3
 
@@ -141,8 +140,3 @@ def family(device: torch.device) -> str:
         return "hip"
     major, _ = torch.cuda.get_device_capability(device)
     return {8: "sm80", 9: "sm90"}.get(major, "sm100" if major >= 10 else "sm70")
-
-
-def parameters(tile: Tile) -> dict[str, Any]:
-    """Constexprs and launch options of a tile as keyword arguments of `Launch`."""
-    return {**tile.constexprs, "num_warps": tile.num_warps, "num_stages": tile.num_stages}

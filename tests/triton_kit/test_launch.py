@@ -112,3 +112,32 @@ def test_the_second_call_goes_straight_to_the_launcher(monkeypatch: pytest.Monke
     bound((5, 1, 1), x, 1)  # specialised: another kernel, in whichever order the two are met
     bound((5, 1, 1), x[1:], 48)
     assert [call[1][1] for call in kernel.compiled] == [32, 1, 48]
+
+
+def test_fixed_arguments_are_merged_and_only_varying_ones_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)
+    active = SimpleNamespace(get_current_stream=lambda index: 1000 + index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+    launch, kernel = Launch(_kernel, BLOCK=16, FLAG=True), _Recorder()
+    launch.kernel = kernel
+    x, y = (torch.zeros(64).as_subclass(_OnDevice) for _ in range(2))
+    fixed = launch.fix((x, 32), varying=(0,))
+    fixed((1, 1, 1), x)
+    assert [call[1][:2] for call in kernel.compiled] == [(x, 32)]
+    fixed((2, 1, 1), y)
+    assert len(kernel.compiled) == 1
+    assert kernel.launched[-1][:4] + kernel.launched[-1][9:] == (
+        2,
+        1,
+        1,
+        1000,
+        y.data_ptr(),
+        32,
+        16,
+        True,
+    )
+    fixed((2, 1, 1), y[1:])  # unaligned: another kernel
+    assert len(kernel.compiled) == 2

@@ -23,9 +23,8 @@ from lora_core import LoRABatch, LoRAWeights, SliceLayout, load_backend
 from lora_core.triton_kit import Rule, Tile, TileTable
 from lora_core_triton import expand as expand_module
 from lora_core_triton import shrink as shrink_module
-from lora_core_triton import tables
+from lora_core_triton import sites, tables
 
-KEYS = ["rows", "rank", "bytes"]
 SITES = {
     "o": (4096, (4096,)),
     "qkv": (4096, (4096, 1024, 1024)),
@@ -56,57 +55,47 @@ PREFILL = [
 class Variant:
     """One candidate: which form, and the tiles it differs in (None: the table's own)."""
 
-    form: str  # serial | overlap | shrink | expand
+    form: str  # serial | overlap | late | high | shrink | expand
     shrink: Tile | None = None
     expand: Tile | None = None
+    split: int = 512
 
     def __str__(self) -> str:
         tile = self.expand or self.shrink
-        words = (
-            "" if tile is None else f"{dict(tile.constexprs)} w{tile.num_warps} s{tile.num_stages}"
-        )
-        kernel = "" if tile is None else ("expand" if self.expand else "shrink")
-        return f"{self.form} {kernel} {words}".strip()
+        words = "" if tile is None else " ".join(f"{k}{v}" for k, v in tile.constexprs.items())
+        words += "" if tile is None else f" w{tile.num_warps} s{tile.num_stages}"
+        return f"{self.form} {words}" + (f" SPLIT{self.split}" if self.split != 512 else "")
 
 
 def decode_variants(rank: int) -> Iterator[Variant]:
-    yield Variant("serial")
-    yield Variant("overlap")
-    yield Variant("shrink")
+    yield from (Variant("serial"), Variant("overlap"), Variant("late"), Variant("high"))
     for overtakes in (0, 1):
-        for bn, warps in ((32, 1), (64, 1), (64, 2), (128, 2), (128, 4), (256, 4), (256, 8)):
-            for br in {16, min(rank, 64)}:
+        for bn, warps in ((64, 2), (128, 2), (128, 4), (256, 4), (256, 8), (512, 8)):
+            for br in sorted({16, min(rank, 64)}):
                 tile = Tile({"BM": 16, "BN": bn, "BR": br, "OVERTAKES": overtakes}, warps, 3)
                 yield Variant("expand", expand=tile)
-                if bn in (64, 128) and warps == bn // 32:
+                if bn == 32 * warps and bn != 512:
                     yield Variant("overlap", expand=tile)
-                    yield Variant("serial", expand=tile)
-    for bc, bk, warps in (
-        (16, 128, 2),
-        (16, 128, 4),
-        (16, 256, 4),
-        (32, 128, 4),
-        (32, 256, 4),
-        (64, 128, 4),
-    ):
-        tile = Tile({"BM": 16, "BC": bc, "BK": bk, "GROUP": 1}, warps, 2)
-        yield Variant("overlap", shrink=tile)
-        yield Variant("shrink", shrink=tile)
+    for bc, bk, group, warps, split in (
+        (16, 128, 1, 4, 512), (32, 128, 1, 4, 512), (32, 256, 1, 4, 512), (64, 128, 1, 4, 512), (16, 128, 1, 2, 512),
+        (32, 128, 2, 4, 512), (32, 128, 1, 4, 256), (32, 128, 1, 4, 1024), (64, 128, 1, 4, 1024), (32, 128, 1, 8, 1024),
+    ):  # fmt: skip
+        tile = Tile({"BM": 16, "BC": bc, "BK": bk, "GROUP": group}, warps, 2)
+        yield Variant("overlap", shrink=tile, split=split)
+        yield Variant("shrink", shrink=tile, split=split)
 
 
 def prefill_variants() -> Iterator[Variant]:
     yield Variant("serial")
-    yield Variant("overlap")
     for bm, bn, warps in (
-        (16, 128, 4), (16, 256, 4), (32, 64, 4), (32, 128, 4), (32, 256, 4), (32, 256, 8), (64, 64, 4),
-        (64, 128, 4), (64, 128, 8), (64, 256, 8),
+        (16, 128, 4), (16, 256, 4), (32, 128, 4), (32, 128, 2), (32, 256, 4), (64, 128, 4), (64, 64, 2), (16, 128, 2),
     ):  # fmt: skip
         yield Variant(
             "expand", expand=Tile({"BM": bm, "BN": bn, "BR": 16, "OVERTAKES": 0}, warps, 3)
         )
     for bm, bc, bk, group, warps, stages in (
-        (16, 32, 128, 0, 4, 3), (32, 16, 128, 0, 4, 4), (32, 32, 64, 0, 4, 4), (32, 32, 128, 0, 4, 3), (32, 32, 128, 4, 4, 2),
-        (32, 32, 128, 1, 4, 2), (64, 32, 64, 0, 4, 4), (64, 32, 128, 0, 4, 2), (64, 32, 128, 4, 4, 2), (64, 32, 128, 0, 8, 3),
+        (32, 32, 64, 0, 4, 3), (32, 32, 128, 0, 4, 2), (64, 32, 64, 0, 4, 3), (64, 32, 64, 0, 4, 4), (64, 32, 64, 0, 4, 2),
+        (64, 32, 64, 2, 4, 3), (64, 16, 64, 0, 4, 4), (64, 32, 128, 0, 8, 2), (16, 32, 128, 1, 4, 2),
     ):  # fmt: skip
         tile = Tile({"BM": bm, "BC": bc, "BK": bk, "GROUP": group}, warps, stages)
         yield Variant("shrink", shrink=tile)
@@ -157,14 +146,24 @@ class Problem:
     def step(self, form: str) -> list[torch.Tensor]:
         outs = []
         for w, weights in zip(self.w, self.weights, strict=True):
-            if form in ("serial", "overlap"):
-                outs.append(self.backend.linear(self.x, lambda x, w=w: torch.mm(x, w.T), weights))
+            if form == "shrink":
+                torch.mm(self.x, w.T)
+                outs.append(self.backend.shrink(self.x, weights))
                 continue
-            out = torch.mm(self.x, w.T)
-            if form == "expand":
-                self.backend.expand(self.h, weights, out)
+            if form in ("overlap", "late", "high"):
+                main, side = torch.cuda.current_stream(), SIDES[form]
+                fork = torch.cuda.Event()
+                fork.record(main)
+                out = torch.mm(self.x, w.T) if form == "late" else None
+                side.wait_event(fork)
+                with torch.cuda.stream(side):
+                    h = self.backend.shrink(self.x, weights)
+                out = torch.mm(self.x, w.T) if out is None else out
+                main.wait_stream(side)
             else:
-                self.backend.shrink(self.x, weights)
+                out = torch.mm(self.x, w.T)
+                h = self.h if form == "expand" else self.backend.shrink(self.x, weights)
+            self.backend.expand(h, weights, out)
             outs.append(out)
         return outs
 
@@ -196,19 +195,21 @@ def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+SIDES: dict[str, torch.cuda.Stream] = {}
+
+
 def applied(variant: Variant) -> None:
-    """Put the candidate's tiles into the tables, and say whether shrink may overlap."""
+    """Put the candidate's tiles into the tables."""
     for module, name, tile in (
         (shrink_module, "SHRINK", variant.shrink),
         (expand_module, "EXPAND", variant.expand),
     ):
         own = getattr(tables, name)
-        setattr(
-            module,
-            name,
-            own if tile is None else TileTable("candidate", KEYS, [Rule(tile, "candidate")]),
-        )
-    tables.OVERLAP_MAX_ROWS = 1 << 30 if variant.form == "overlap" else 0
+        rules = [Rule(tile, "candidate")]
+        setattr(module, name, own if tile is None else TileTable("candidate", own.keys, rules))
+        module._launch.cache_clear()
+    shrink_module.SPLIT = variant.split
+    sites._sites.clear()
 
 
 def once(graph: torch.cuda.CUDAGraph) -> float:
@@ -229,18 +230,24 @@ def measure(
     problem = Problem(point, layers)
     variants = list(decode_variants(point[3]) if decode else prefill_variants())
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    firsts: dict[str, torch.Tensor] = {}
     for variant in variants:
         if time.monotonic() > deadline:
             break
         try:
             applied(variant)
             graphs[str(variant)] = capture(lambda variant=variant: problem.step(variant.form))
-            if variant.form in ("serial", "overlap"):
-                graphs[str(variant)].replay()
-                torch.cuda.synchronize()
-                error = problem.error(graphs[str(variant)].kept[0])
+            graphs[str(variant)].replay()
+            torch.cuda.synchronize()
+            kept = graphs[str(variant)].kept[0]
+            if variant.form not in ("shrink", "expand"):
+                error = problem.error(kept)
                 if not error < 0.02:
                     print(f"  WRONG {point} {variant}: {error:.4f}", flush=True)
+            elif variant.split == 512:  # every tile gives the same bits
+                live = kept[:, :, : point[3]].clone() if variant.form == "shrink" else kept.clone()
+                if not torch.equal(live, firsts.setdefault(variant.form, live)):
+                    print(f"  OTHER BITS {point} {variant}", flush=True)
         except Exception as error:  # noqa: BLE001 - the other candidates go on
             torch.cuda.synchronize()
             print(
@@ -274,6 +281,9 @@ def main() -> None:
     parser.add_argument("--compile", default="")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
+    SIDES.update(
+        overlap=torch.cuda.Stream(), late=torch.cuda.Stream(), high=torch.cuda.Stream(priority=-1)
+    )
     deadline = time.monotonic() + options.seconds
     points = [p for p in [*DECODE, *PREFILL] if options.only in f"{p[0]}-{p[1]}"]
     if options.compile:

@@ -47,7 +47,7 @@ def _shrink_cases() -> Iterator[AotCase]:
             for gathered in (True, False):
                 for even in (True, False):
                     rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-                    if tile["BM"] > rows:
+                    if tile["BM"] > rows or (gathered and tile["BM"] != rows):
                         continue
                     bound = shrink.constexprs(
                         tile, 3 if even else 1, 64, gathered, rows, even, tile["GROUP"] == 0
@@ -85,9 +85,9 @@ def _expand_cases() -> Iterator[AotCase]:
             for gathered in (True, False):
                 for layout, embedding in ((_QKV, False), (_ODD, False), (_ODD, True)):
                     rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-                    if tile["BM"] > rows:
+                    if tile["BM"] > rows or (gathered and tile["BM"] != rows):
                         continue
-                    bound = expand.constexprs(tile, layout, gathered, rows, embedding)
+                    bound = expand.constexprs(tile, layout, 64, gathered, rows, embedding)
                     options = {name: bound.pop(name) for name in _OPTIONS if name in bound}
                     odd = layout is _ODD
                     yield AotCase(

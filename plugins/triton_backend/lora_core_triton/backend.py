@@ -314,7 +314,9 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
             shape = (num_rows, weights.layout.num_slices, weights.max_rank)
             return torch.empty(shape, dtype=torch.float32, device=x.device)
         tiles = self._tiles(info, work, num_rows, weights)
-        return shrink(x, weights, work, info.meta, self.workspace.sync["arrived"], tiles)
+        return shrink(
+            x, weights, work, info.meta, self.workspace, tiles, scratch=info.graph is None
+        )
 
     def _expand(
         self, h: Tensor, weights: LoRAWeights, out: Tensor, info: TritonBatchInfo, work: WorkList

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from lora_core.triton_kit import Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights, SliceLayout
+from lora_core_triton.sites import cached
 from lora_core_triton.tables import EXPAND, band
-from lora_core_triton.worklist import WorkList
+from lora_core_triton.worklist import Room, WorkList
 
 
 @triton.jit
@@ -46,6 +47,7 @@ def expand_kernel(
     b_rank,
     OFFSETS: tl.constexpr,  # first column of each slice, and the end
     FIRST_BLOCKS: tl.constexpr,  # first column block of each slice
+    MAX_RANK: tl.constexpr,
     GATHERED: tl.constexpr,
     SUBTILES: tl.constexpr,  # programs that share one tile of rows
     EMBEDDING: tl.constexpr,
@@ -54,16 +56,26 @@ def expand_kernel(
     BR: tl.constexpr,
     OVERTAKES: tl.constexpr,  # may start before the kernel before it has finished
 ):
-    p_block, p_tile = tl.program_id(0), tl.program_id(1)
-    p_meta = meta + tiles_at + (p_tile // SUBTILES) * 4
+    p_block, p_program = tl.program_id(0), tl.program_id(1)
+    p_tile = p_program // SUBTILES
+    o_m = (p_program % SUBTILES) * BM + tl.arange(0, BM)
+    p_meta = meta + tiles_at + p_tile * 4
     slot = tl.load(p_meta)
+    count = tl.load(p_meta + 2)
+    if GATHERED:
+        o_row = tl.load(meta + rows_at + p_tile * BM + o_m).to(tl.int64)
+        b_scale = tl.load(meta + scales_at + p_tile * BM + o_m).to(tl.float32, bitcast=True)[
+            :, None
+        ]
+    else:
+        o_row = (tl.load(p_meta + 1) + o_m).to(tl.int64)
+        b_scale = tl.load(p_meta + 3).to(tl.float32, bitcast=True)
     if slot < 0:
         return
-    begin = (p_tile % SUBTILES) * BM
-    count = tl.load(p_meta + 2) - begin
-    if count <= 0:
-        return
-    first = tl.load(p_meta + 1) + begin
+    if SUBTILES > 1:
+        if count <= (p_program % SUBTILES) * BM:
+            return
+    m_m = o_m < count
 
     NUM_SLICES: tl.constexpr = len(FIRST_BLOCKS)
     s = 0
@@ -74,44 +86,33 @@ def expand_kernel(
             s = i
             column = OFFSETS[i] + (p_block - FIRST_BLOCKS[i]) * BN
             end = OFFSETS[i + 1]
-    rank = tl.load(ranks + slot * NUM_SLICES + s)
-    if rank == 0:
-        return
-    scaling = tl.load(scalings + slot * NUM_SLICES + s)
-
-    o_m = tl.arange(0, BM)
-    m_m = o_m < count
-    if GATHERED:
-        o_row = tl.load(meta + rows_at + first + o_m, mask=m_m, other=0).to(tl.int64)
-        scale = tl.load(meta + scales_at + first + o_m, mask=m_m, other=0).to(
-            tl.float32, bitcast=True
-        )
-        b_factor = (scale * scaling)[:, None]
-    else:
-        o_row = (first + o_m).to(tl.int64)
-        b_factor = tl.load(p_meta + 3).to(tl.float32, bitcast=True) * scaling
     o_n = column + tl.arange(0, BN)
     m_n = o_n < end
-    m_n = o_n < end
     m_out = m_m[:, None] & m_n[None, :]
-    p_out = out + o_row[:, None] * out_row + o_n[None, :]  # [BM, BN]
     o_r = tl.arange(0, BR)
+    slot64 = slot.to(tl.int64)
+    p_out = out + o_row[:, None] * out_row + o_n[None, :]  # [BM, BN]
     p_b = (
-        b
-        + slot.to(tl.int64) * b_slot
-        + o_n.to(tl.int64)[None, :] * b_column
-        + o_r[:, None] * b_rank
+        b + slot64 * b_slot + o_n.to(tl.int64)[None, :] * b_column + o_r[:, None] * b_rank
     )  # [BR, BN]
-    b_b = tl.load(p_b, mask=(o_r < rank)[:, None] & m_n[None, :], other=0.0)
+
+    # the first block of ranks is loaded while the rank is still on its way, and cut to it afterwards
+    rank = tl.load(ranks + slot * NUM_SLICES + s)
+    scaling = tl.load(scalings + slot * NUM_SLICES + s)
+    b_b = tl.load(p_b, mask=(o_r < MAX_RANK)[:, None] & m_n[None, :], other=0.0)
     if OVERTAKES:  # until here nothing was read that the kernel before this one writes
         tl.extra.cuda.gdc_wait()
     if EMBEDDING:
         o_id = tl.load(ids + o_row, mask=m_m, other=0).to(tl.int64)
-        p_h = h + slot.to(tl.int64) * h_slice + o_id[:, None] * h_row + o_r[None, :]  # [BM, BR]
+        p_h = h + slot64 * h_slice + o_id[:, None] * h_row + o_r[None, :]  # [BM, BR]
     else:
         p_h = h + o_row[:, None] * h_row + s * h_slice + o_r[None, :]  # [BM, BR]
-    b_h = tl.load(p_h, mask=m_m[:, None] & (o_r < rank)[None, :], other=0.0)
+    b_h = tl.load(p_h, mask=m_m[:, None] & (o_r < MAX_RANK)[None, :], other=0.0)
     b_out = tl.load(p_out, mask=m_out, other=0.0)
+    if rank == 0:
+        return
+    b_b = tl.where((o_r < rank)[:, None], b_b, 0.0)
+    b_h = tl.where((o_r < rank)[None, :], b_h, 0.0)
 
     b_delta = dot(b_h.to(b_b.dtype), b_b, tl.zeros((BM, BN), tl.float32))
     for r in range(BR, rank, BR):
@@ -119,7 +120,7 @@ def expand_kernel(
         b_h = tl.load(p_h + r, mask=m_m[:, None] & m_r[None, :], other=0.0)
         b_b = tl.load(p_b + r * b_rank, mask=m_r[:, None] & m_n[None, :], other=0.0)
         b_delta = dot(b_h.to(b_b.dtype), b_b, b_delta)
-    b_sum = b_out.to(tl.float32) + b_delta * b_factor
+    b_sum = b_out.to(tl.float32) + b_delta * (b_scale * scaling)
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=m_out)
 
 
@@ -143,42 +144,75 @@ def expand(
         tiles: row tiles to launch; those past the filled ones are dead.
         ids: integers [T'], of an embedding.
     """
-    b, room = weights.b, work.room
-    embedding = ids is not None
-    source = weights.a if embedding else h
-    tile = EXPAND.pick(
-        family(out.device), rows=band(out.shape[0]), rank=weights.max_rank, bytes=b.element_size()
+    room, source = work.room, h if ids is None else weights.a
+    key = (
+        "expand",
+        band(out.shape[0]),
+        room.gathered,
+        room.tile_rows,
+        out.dtype,
+        None if ids is None else ids.dtype,
     )
-    launch, blocks = _launch(tile, weights.layout, room.gathered, room.tile_rows, embedding)
-    launch(
-        (blocks, tiles * (room.tile_rows // tile["BM"]), 1),
-        *(out, source, meta, b, weights.ranks, weights.scalings, meta if ids is None else ids),
-        *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0)),
-        *(
-            (source.stride(1), source.stride(0))
-            if embedding
-            else (source.stride(0), source.stride(1))
-        ),
-        *(b.stride(0), b.stride(1), b.stride(2)),
+    site = cached(weights, key, lambda: _Site(source, weights, out, room, meta, ids))
+    site.launch(
+        (site.blocks, tiles * site.programs_per_tile, 1),
+        *(out, source, meta, meta if ids is None else ids),
+        *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0), source.stride(site.h_row)),
     )
+
+
+class _Site:
+    """What stays the same between the calls of one site in one band of rows."""
+
+    def __init__(
+        self,
+        source: Tensor,
+        weights: LoRAWeights,
+        out: Tensor,
+        room: Room,
+        meta: Tensor,
+        ids: Tensor | None,
+    ) -> None:
+        b, embedding = weights.b, ids is not None
+        tile = EXPAND.pick(
+            family(out.device),
+            rows=band(out.shape[0]),
+            columns=out.shape[1],
+            bytes=b.element_size(),
+        )
+        launch, self.blocks = _launch(
+            tile, weights.layout, weights.max_rank, room.gathered, room.tile_rows, embedding
+        )
+        self.programs_per_tile = room.tile_rows // tile["BM"]
+        self.h_row, h_slice = (1, 0) if embedding else (0, 1)
+        args = (
+            *(out, source, meta, b, weights.ranks, weights.scalings, meta if ids is None else ids),
+            *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0)),
+            *(source.stride(self.h_row), source.stride(h_slice)),
+            *(b.stride(0), b.stride(1), b.stride(2)),
+        )
+        self.launch = launch.fix(args, (0, 1, 2, 6, 7, 8, 9, 10, 11))
 
 
 @cache
 def _launch(
-    tile: Tile, layout: SliceLayout, gathered: bool, tile_rows: int, embedding: bool
+    tile: Tile, layout: SliceLayout, max_rank: int, gathered: bool, tile_rows: int, embedding: bool
 ) -> tuple[Launch, int]:
     blocks = sum(-(-width // tile["BN"]) for width in layout.widths)
-    return Launch(expand_kernel, **constexprs(tile, layout, gathered, tile_rows, embedding)), blocks
+    return Launch(
+        expand_kernel, **constexprs(tile, layout, max_rank, gathered, tile_rows, embedding)
+    ), blocks
 
 
 def constexprs(
-    tile: Tile, layout: SliceLayout, gathered: bool, tile_rows: int, embedding: bool
+    tile: Tile, layout: SliceLayout, max_rank: int, gathered: bool, tile_rows: int, embedding: bool
 ) -> dict[str, Any]:
     """Everything that is compiled into the kernel, by parameter name."""
     blocks = [-(-width // tile["BN"]) for width in layout.widths]
     return {
         "OFFSETS": layout.offsets,
         "FIRST_BLOCKS": tuple(sum(blocks[:i]) for i in range(len(blocks))),
+        "MAX_RANK": max_rank,
         "GATHERED": gathered,
         "SUBTILES": tile_rows // tile["BM"],
         "EMBEDDING": embedding,

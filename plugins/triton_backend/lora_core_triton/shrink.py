@@ -6,7 +6,7 @@ finishes last adds the splits up. Many rows: one program runs through them. The 
 addition is the same, so h does not depend on the batch that a row is part of.
 
 The ranks of all slices are packed side by side, slice after slice, so that x is read once for all
-of them and nothing is read or computed past a rank.
+of them and nothing is read or computed past a rank. A gathered tile is one program's rows (BM).
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
@@ -25,10 +25,12 @@ from torch import Tensor
 
 from lora_core.triton_kit import Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights
+from lora_core.workspace import Workspace
+from lora_core_triton.sites import cached
 from lora_core_triton.tables import SHRINK, band
-from lora_core_triton.worklist import WorkList
+from lora_core_triton.worklist import Room, WorkList
 
-SPLIT = 256
+SPLIT = 512
 """Inputs of one split; part of the arithmetic, so it is no tuning parameter."""
 
 
@@ -39,8 +41,8 @@ def shrink_kernel(
     a,  # [S, n, R, K]
     ranks,  # int32 [S, n]
     h,  # float32 [T', n, R] - result
-    partial,  # float32 [tiles, column blocks, splits, BM, BC] - unused when SEQUENTIAL
-    arrived,  # int32 [tiles, column blocks] - zero before and after; unused when SEQUENTIAL
+    partial,  # float32 [programs of rows, splits, BM, WIDTH] - unused when SEQUENTIAL
+    arrived,  # int32 [programs of rows] - zero before and after; unused when SEQUENTIAL
     tiles_at,
     rows_at,
     K,
@@ -57,92 +59,113 @@ def shrink_kernel(
     EVEN_K: tl.constexpr,  # K is a multiple of SPLIT
     SEQUENTIAL: tl.constexpr,
     SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,  # packed columns of all slices at full rank, whole blocks
     BM: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
 ):
-    p_group, p_column, p_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p_meta = meta + tiles_at + (p_tile // SUBTILES) * 4
+    p_group, p_program = tl.program_id(0), tl.program_id(1)
+    p_tile = p_program // SUBTILES
+    o_m = (p_program % SUBTILES) * BM + tl.arange(0, BM)
+    p_meta = meta + tiles_at + p_tile * 4
     slot = tl.load(p_meta)
+    count = tl.load(p_meta + 2)
+    if GATHERED:
+        o_row = tl.load(meta + rows_at + p_tile * BM + o_m).to(tl.int64)
+    else:
+        o_row = (tl.load(p_meta + 1) + o_m).to(tl.int64)
     if slot < 0:
         return
-    begin = (p_tile % SUBTILES) * BM
-    count = tl.load(p_meta + 2) - begin
-    if count <= 0:
-        return
-    first = tl.load(p_meta + 1) + begin
+    if SUBTILES > 1:
+        if count <= (p_program % SUBTILES) * BM:
+            return
+    m_m = o_m < count
 
-    # packed columns: which slice and rank each one is
-    o_c = p_column * BC + tl.arange(0, BC)
-    o_slice = tl.zeros((BC,), tl.int32)
-    o_rank = o_c
     total_rank = 0
     for s in tl.static_range(NUM_SLICES):
-        past = o_c >= total_rank
-        o_slice = tl.where(past, s, o_slice)
-        o_rank = tl.where(past, o_c - total_rank, o_rank)
         total_rank += tl.load(ranks + slot * NUM_SLICES + s)
-    if p_column * BC >= total_rank:
-        return
-    m_c = o_c < total_rank
-
-    o_m = tl.arange(0, BM)
-    m_m = o_m < count
-    if GATHERED:
-        o_row = tl.load(meta + rows_at + first + o_m, mask=m_m, other=0).to(tl.int64)
-    else:
-        o_row = (first + o_m).to(tl.int64)
     o_k = tl.arange(0, BK)
     p_x = x + o_row[:, None] * x_row + o_k[None, :]  # [BM, BK]
-    p_a = (
-        a
-        + slot.to(tl.int64) * a_slot
-        + (o_slice.to(tl.int64) * a_slice + o_rank * a_rank)[None, :]
-        + o_k[:, None]
-    )  # [BK, BC]
+    p_slot = a + slot.to(tl.int64) * a_slot + o_k[:, None]  # [BK, 1]
+    p_partial = (
+        partial
+        + p_program.to(tl.int64) * splits * (BM * WIDTH)
+        + tl.arange(0, BM)[:, None] * WIDTH
+        + tl.arange(0, BC)[None, :]
+    )  # [BM, BC]
 
-    b_h = tl.zeros((BM, BC), tl.float32)
-    block = (p_tile * tl.num_programs(1) + p_column).to(tl.int64)
-    p_partial = partial + block * splits * (BM * BC) + o_m[:, None] * BC + tl.arange(0, BC)[None, :]
-    for split in range(p_group * group, tl.minimum(p_group * group + group, splits)):
-        b_split = tl.zeros((BM, BC), tl.float32)
-        for step in tl.static_range(SPLIT // BK):
-            k = split * SPLIT + step * BK
-            if EVEN_K:
-                m_x = m_m[:, None]
-                m_a = m_c[None, :]
+    for column in range(0, total_rank, BC):
+        o_c = column + tl.arange(0, BC)
+        m_c = o_c < total_rank
+        o_slice, o_rank = _unpack(o_c, ranks + slot * NUM_SLICES, NUM_SLICES)
+        p_a = p_slot + (o_slice.to(tl.int64) * a_slice + o_rank * a_rank)[None, :]  # [BK, BC]
+        b_h = tl.zeros((BM, BC), tl.float32)
+        for split in range(p_group * group, tl.minimum(p_group * group + group, splits)):
+            b_split = tl.zeros((BM, BC), tl.float32)
+            for step in tl.static_range(SPLIT // BK):
+                k = split * SPLIT + step * BK
+                if EVEN_K:
+                    m_x = m_m[:, None]
+                    m_a = m_c[None, :]
+                else:
+                    m_x = m_m[:, None] & (o_k < K - k)[None, :]
+                    m_a = m_c[None, :] & (o_k < K - k)[:, None]
+                b_x = tl.load(p_x + k, mask=m_x, other=0.0)
+                b_a = tl.load(p_a + k, mask=m_a, other=0.0)
+                b_split = dot(b_x, b_a, b_split)
+            if SEQUENTIAL:
+                b_h += b_split
             else:
-                m_x = m_m[:, None] & (o_k < K - k)[None, :]
-                m_a = m_c[None, :] & (o_k < K - k)[:, None]
-            b_x = tl.load(p_x + k, mask=m_x, other=0.0)
-            b_a = tl.load(p_a + k, mask=m_a, other=0.0)
-            b_split = dot(b_x, b_a, b_split)
+                tl.store(p_partial + split * (BM * WIDTH) + column, b_split)
         if SEQUENTIAL:
-            b_h += b_split
-        else:
-            tl.store(p_partial + split * (BM * BC), b_split)
+            o_h = (o_slice * MAX_RANK + o_rank)[None, :]
+            p_h = h + o_row[:, None] * (NUM_SLICES * MAX_RANK) + o_h
+            tl.store(p_h, b_h, mask=m_m[:, None] & m_c[None, :])
 
-    p_h = h + o_row[:, None] * (NUM_SLICES * MAX_RANK) + (o_slice * MAX_RANK + o_rank)[None, :]
-    m_h = m_m[:, None] & m_c[None, :]
-    if SEQUENTIAL:
-        tl.store(p_h, b_h, mask=m_h)
-    else:
+    if not SEQUENTIAL:
         tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(arrived + block, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            for start in range(0, splits, 8):
-                for i in tl.static_range(8):  # eight loads in flight; past the end adds 0.0
-                    b_h += tl.load(
-                        p_partial + (start + i) * (BM * BC),
-                        mask=m_h & (tl.full((1, 1), start + i, tl.int32) < splits),
-                        other=0.0,
-                        cache_modifier=".cg",  # written by other programs: not from L1
-                    )
-            tl.store(p_h, b_h, mask=m_h)
-            tl.store(arrived + block, 0)
+        if tl.atomic_add(arrived + p_program, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            for column in range(0, total_rank, BC):
+                o_c = column + tl.arange(0, BC)
+                o_slice, o_rank = _unpack(o_c, ranks + slot * NUM_SLICES, NUM_SLICES)
+                m_h = m_m[:, None] & (o_c < total_rank)[None, :]
+                b_h = tl.zeros((BM, BC), tl.float32)
+                for start in range(0, splits, 8):
+                    for i in tl.static_range(8):  # eight loads in flight; past the end adds 0.0
+                        b_h += tl.load(
+                            p_partial + (start + i) * (BM * WIDTH) + column,
+                            mask=m_h & (tl.full((1, 1), start + i, tl.int32) < splits),
+                            other=0.0,
+                            cache_modifier=".cg",  # written by other programs: not from L1
+                        )
+                o_h = (o_slice * MAX_RANK + o_rank)[None, :]
+                tl.store(h + o_row[:, None] * (NUM_SLICES * MAX_RANK) + o_h, b_h, mask=m_h)
+            tl.store(arrived + p_program, 0)
+
+
+@triton.jit
+def _unpack(o_c, ranks, NUM_SLICES: tl.constexpr):
+    """(slice, rank in it) of packed columns."""
+    o_slice = tl.zeros_like(o_c)
+    o_rank = o_c
+    before = 0
+    for s in tl.static_range(NUM_SLICES):
+        past = o_c >= before
+        o_slice = tl.where(past, s, o_slice)
+        o_rank = tl.where(past, o_c - before, o_rank)
+        before += tl.load(ranks + s)
+    return o_slice, o_rank
 
 
 def shrink(
-    x: Tensor, weights: LoRAWeights, work: WorkList, meta: Tensor, arrived: Tensor, tiles: int
+    x: Tensor,
+    weights: LoRAWeights,
+    work: WorkList,
+    meta: Tensor,
+    workspace: Workspace,
+    tiles: int,
+    *,
+    scratch: bool,
 ) -> Tensor:
     """Launch the kernel.
 
@@ -151,33 +174,66 @@ def shrink(
         weights: of the site.
         work: the rows to do.
         meta: int32, the buffer that `work` describes.
-        arrived: int32 zeros; when there are too few, one program runs through all splits.
+        workspace: its `sync["arrived"]` counts; its scratch holds partial sums if `scratch`.
         tiles: row tiles to launch; those past the filled ones are dead.
+        scratch: whether scratch may be used; a graph needs memory of its own.
 
     Returns:
         float32 [T', n, R].
     """
-    a, n, max_rank, room = weights.a, weights.layout.num_slices, weights.max_rank, work.room
-    num_rows, k = x.shape
-    h = torch.empty(num_rows, n, max_rank, dtype=torch.float32, device=x.device)
-    tile = SHRINK.pick(family(x.device), rows=band(num_rows), rank=max_rank, bytes=x.element_size())
-    splits = -(-k // SPLIT)
-    columns, programs = -(-n * max_rank // tile["BC"]), tiles * (room.tile_rows // tile["BM"])
-    group, partial = tile["GROUP"] or splits, h
-    if group >= splits or programs * columns > arrived.numel():
-        group = splits
-    else:
-        size = programs * columns * splits * tile["BM"] * tile["BC"]
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    launch = _launch(
-        tile, n, max_rank, room.gathered, room.tile_rows, k % SPLIT == 0, group == splits
-    )
+    num_rows, room, arrived = x.shape[0], work.room, workspace.sync["arrived"]
+    key = ("shrink", band(num_rows), room.gathered, room.tile_rows)
+    site = cached(weights, key, lambda: _Site(x, weights, room, meta, arrived))
+    h = torch.empty(num_rows, *site.h_shape, dtype=torch.float32, device=x.device)
+    programs = tiles * site.programs_per_tile
+    group, partial = site.group, h
+    if programs > site.most_programs:  # not enough counters: no splits
+        group = site.splits
+    if group < site.splits:
+        partial = _partial(workspace, programs * site.partial_size, scratch=scratch)
+    launch = site.split if group < site.splits else site.sequential
     launch(
-        (-(-splits // group), columns, programs),
-        *(x, meta, a, weights.ranks, h, partial, arrived, room.tiles_at, room.rows_at, k),
-        *(x.stride(0), a.stride(0), a.stride(1), a.stride(2), splits, group),
+        (-(-site.splits // group), programs, 1),
+        *(x, meta, h, partial, room.tiles_at, room.rows_at, x.stride(0), group),
     )
     return h
+
+
+class _Site:
+    """What stays the same between the calls of one site in one band of rows."""
+
+    def __init__(
+        self, x: Tensor, weights: LoRAWeights, room: Room, meta: Tensor, arrived: Tensor
+    ) -> None:
+        a, n, max_rank, k = weights.a, weights.layout.num_slices, weights.max_rank, x.shape[1]
+        tile = SHRINK.pick(
+            family(x.device), rows=band(x.shape[0]), rank=max_rank, bytes=x.element_size()
+        )
+        self.h_shape = (n, max_rank)
+        self.splits = -(-k // SPLIT)
+        self.group = tile["GROUP"] or self.splits
+        self.programs_per_tile = room.tile_rows // tile["BM"]
+        self.most_programs = arrived.numel()
+        self.partial_size = self.splits * tile["BM"] * _width(tile, n, max_rank)
+        some = x.new_empty(0, dtype=torch.float32)
+        args = (
+            *(x, meta, a, weights.ranks, some, some, arrived, room.tiles_at, room.rows_at, k),
+            *(x.stride(0), a.stride(0), a.stride(1), a.stride(2), self.splits, self.group),
+        )
+        shape = (tile, n, max_rank, room.gathered, room.tile_rows, k % SPLIT == 0)
+        varying = (0, 1, 4, 5, 7, 8, 10, 15)
+        self.split = _launch(*shape, False).fix(args, varying)
+        self.sequential = _launch(*shape, True).fix(args, varying)
+
+
+def _partial(workspace: Workspace, size: int, *, scratch: bool) -> Tensor:
+    """Room for partial sums: scratch that grows, or in a graph memory of the graph's own."""
+    found = workspace.scratch.get("partial") if scratch else None
+    if found is None or found.numel() < size:
+        found = torch.empty(size, dtype=torch.float32, device=workspace.sync["arrived"].device)
+        if scratch:
+            workspace.scratch["partial"] = found
+    return found
 
 
 @cache
@@ -193,6 +249,11 @@ def _launch(
     return Launch(
         shrink_kernel, **constexprs(tile, n, max_rank, gathered, tile_rows, even_k, sequential)
     )
+
+
+def _width(tile: Tile, n: int, max_rank: int) -> int:
+    """Packed columns of n slices at full rank, in whole blocks."""
+    return -(-n * max_rank // tile["BC"]) * tile["BC"]
 
 
 def constexprs(
@@ -213,6 +274,7 @@ def constexprs(
         "EVEN_K": even_k,
         "SEQUENTIAL": sequential,
         "SPLIT": SPLIT,
+        "WIDTH": _width(tile, n, max_rank),
         "BM": tile["BM"],
         "BC": tile["BC"],
         "BK": tile["BK"] if even_k else min(tile["BK"], 32),  # element-wise loads need registers

@@ -1,6 +1,7 @@
 """Tile tables of this backend's kernels: data, each row with its reason.
 
-Shape names: `rows` of x rounded up to a power of two, `rank` the pool's max_rank, `bytes` per element.
+Shape names: `rows` of x rounded up to a power of two, `rank` the pool's max_rank, `columns` of the
+output, `bytes` per element.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ SHRINK = TileTable(
 
 EXPAND = TileTable(
     "expand",
-    ["rows", "rank", "bytes"],
+    ["rows", "columns", "bytes"],
     [
         Rule(
             Tile({"BM": 16, "BN": 64, "BR": 16, "OVERTAKES": 0}, num_warps=4, num_stages=2),

@@ -12,9 +12,11 @@ Two forms:
 Everything is int32 words of one device buffer, at offsets divisible by 16 so that no kernel is
 compiled twice for the same shape:
 
-    tiles   [n, 4]   slot (-1: dead), first (into `rows`, or the row itself), count, scale bits
-    rows    [T]      gathered only: row of x
-    scales  [T]      gathered only: float32 bits
+    tiles   [n, 4]           slot (-1: dead), first row (contiguous only), count, scale bits
+    rows    [n, tile_rows]   gathered only: row of x; entries past a tile's count mean nothing
+    scales  [n, tile_rows]   gathered only: float32 bits
+
+A kernel finds everything about its tile from the tile's number alone, without a chain of loads.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ def lay_out(at: int, rows: int, segments: int, tile_rows: int, *, gathered: bool
     """
     max_tiles = most_tiles(rows, segments, tile_rows)
     rows_at = at + _up(4 * max_tiles)
-    each = _up(rows) if gathered else 0
+    each = _up(tile_rows * max_tiles) if gathered else 0
     return Room(at, rows_at, rows_at + each, rows_at + 2 * each, max_tiles, tile_rows, gathered)
 
 
@@ -141,26 +143,25 @@ def most_tiles(rows: int, segments: int, tile_rows: int) -> int:
 
 def fill(host: Ints, room: Room, segments: Segments) -> WorkList:
     """Write one list into the host buffer, its tail dead."""
-    slots, first, lengths, scales = (
-        segments.slots,
-        segments.first,
-        segments.lengths,
-        segments.scales,
-    )
+    slots, first, lengths = segments.slots, segments.first, segments.lengths
+    scales, live_rows = segments.scales, segments.live_rows
     if room.gathered and len(slots):
-        rows = slice(room.rows_at, room.rows_at + segments.live_rows)
-        bits = slice(room.scales_at, room.scales_at + segments.live_rows)
         per_row, row = slots, first
-        if segments.live_rows != len(slots):
-            per_row, row = np.repeat(slots, lengths), _rows_of(first, lengths)
-            scales = None if scales is None else np.repeat(scales, lengths)
+        if live_rows != len(slots):
+            per_row, row = slots.repeat(lengths), _rows_of(first, lengths)
+            scales = None if scales is None else scales.repeat(lengths)
         order = per_row.argsort(kind="stable")
-        host[rows] = row[order]
-        host[bits] = ONE if scales is None else scales[order]
         by_slot = np.bincount(per_row)
         slots = by_slot.nonzero()[0]
-        lengths, scales = by_slot[slots], None
+        lengths = by_slot[slots]
         first = lengths.cumsum() - lengths
+        # every slot begins a tile of its own: sorted rows, with gaps
+        tiles_of = -(-lengths // room.tile_rows)
+        gaps = (tiles_of.cumsum() - tiles_of) * room.tile_rows - first
+        to = np.arange(live_rows) + gaps.repeat(lengths)
+        host[room.rows_at : room.scales_at][to] = row[order]
+        host[room.scales_at : room.end][to] = ONE if scales is None else scales[order]
+        scales = None
     per_segment = (lengths + (room.tile_rows - 1)) // room.tile_rows
     total = int(per_segment.sum())
     tiles = host[room.tiles_at : room.tiles_at + 4 * room.max_tiles].reshape(room.max_tiles, 4)
