@@ -362,7 +362,7 @@ def locate(modules: Iterable[str], targets: Mapping[str, Target], where: str) ->
     experts = [name for name in missing if "experts" in name.split(".")]
     if experts:
         raise UnsupportedAdapterError(
-            f"{where}: adapters of experts are not supported: {_examples(experts)}"
+            f"{where}: adapters of experts that are not wrapped in this model: {_examples(experts)}"
         )
     if missing:
         renames = _renames(missing, known)
@@ -496,6 +496,11 @@ class _SitePacker:
                 f"{self.where}: {name} has A {tuple(parts.a.shape)} and B {tuple(parts.b.shape)}, expected "
                 "[rank, inputs] and [outputs, rank] of one rank"
             )
+        if self._is_transposed() and self._is_parameter(name):
+            raise UnsupportedAdapterError(
+                f"{self.where}: target_parameters names the weight of {name}, which this model stores as "
+                "[inputs, outputs]: A and B would change places. Name the module in target_modules."
+            )
         rank = parts.a.shape[0]
         if rank != self.config.rank_of(name):
             raise AdapterFormatError(
@@ -588,6 +593,11 @@ class _SitePacker:
             before = base.detach().to("cpu", copy=True)
         before[rows] = cast
         return before
+
+    def _is_parameter(self, name: str) -> bool:
+        """Whether the adapter was made for the module's bare weight."""
+        wanted = (parameter.rpartition(".")[0] for parameter in self.config.target_parameters)
+        return any(f".{name}".endswith(f".{module}") for module in wanted)
 
     def _is_transposed(self) -> bool:
         """Whether the module stores its weight as `[K, N]` (GPT-2), and so does a file with its weight."""

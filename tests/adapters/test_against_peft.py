@@ -57,6 +57,14 @@ CASES = {
     ),
     "K4-all-linear": (llama, {"r": 4, "target_modules": "all-linear"}),
     "K4-regex": (llama, {"r": 4, "target_modules": r".*\.layers\.1\..*(q|down)_proj"}),
+    "parameters-square": (
+        llama,
+        {"r": 4, "target_modules": [], "target_parameters": ["q_proj.weight"]},
+    ),
+    "parameters-oblong": (
+        llama,
+        {"r": 4, "target_modules": [], "target_parameters": ["k_proj.weight", "down_proj.weight"]},
+    ),
     "layers-to-transform": (
         llama,
         {
@@ -289,6 +297,12 @@ REFUSED = {
         {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
         UnsupportedAdapterError,
         r"trainable_token_indices .*trainable tokens",
+    ),
+    "parameters-conv1d": (
+        gpt2,
+        {"target_modules": [], "target_parameters": ["attn.c_proj.weight"]},
+        UnsupportedAdapterError,
+        r"target_parameters names the weight of transformer.h.0.attn.c_proj",
     ),
     "dora-embedding": (
         llama,
