@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lora_core.testing.conformance import BackendConformance as BackendConformance
     from lora_core.testing.conformance import Conformance as Conformance
+    from lora_core.testing.conformance import MoEConformance as MoEConformance
     from lora_core.testing.dense_case import DenseCase as DenseCase
     from lora_core.testing.engine import CheckFailed as CheckFailed
     from lora_core.testing.engine import Family as Family
@@ -24,6 +25,7 @@ _HOMES = {
     "Conformance": "conformance",
     "DenseCase": "dense_case",
     "Family": "engine",
+    "MoEConformance": "conformance",
     "NotRunHere": "engine",
     "Subject": "subject",
     "run_check": "runner",

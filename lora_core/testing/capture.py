@@ -20,7 +20,7 @@ from lora_core.testing.engine import Violation
 from lora_core.testing.guards import HostReads
 
 _aten = torch.ops.aten
-_READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}  # noqa: SLF001
+_READS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.equal.default}
 _UNWRITTEN = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
@@ -48,7 +48,7 @@ class Captured:
         self._steps: list[Callable[[], None]] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
-            side = torch.cuda.Stream(device)
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 function()
@@ -70,34 +70,50 @@ class Captured:
             step()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
     """Appends what it takes to run each kernel again."""
 
     def __init__(self, steps: list[Callable[[], None]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps = steps
         self.paused = False
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READS and not self.paused:
             raise Violation("R1", f"{func} read a tensor's values during a capture")
         result = func(*args, **kwargs)
         if not self.paused and func not in _UNWRITTEN:
-            returns = [value.alias_info for value in func._schema.returns]  # noqa: SLF001
-            if not any(alias is not None and not alias.is_write for alias in returns):  # a view needs no kernel
+            returns = [value.alias_info for value in func._schema.returns]
+            if not any(
+                alias is not None and not alias.is_write for alias in returns
+            ):  # a view needs no kernel
                 self.steps.append(_again(func, args, kwargs, result))
         return result
 
 
-def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], None]:
-    targets = [t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, Tensor)]
+def _again(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Callable[[], None]:
+    targets = [
+        t
+        for t in (result if isinstance(result, (list, tuple)) else [result])
+        if isinstance(t, Tensor)
+    ]
 
     def step() -> None:
         fresh = func(*args, **kwargs)
-        found = [t for t in (fresh if isinstance(fresh, (list, tuple)) else [fresh]) if isinstance(t, Tensor)]
+        found = [
+            t
+            for t in (fresh if isinstance(fresh, (list, tuple)) else [fresh])
+            if isinstance(t, Tensor)
+        ]
         for target, value in zip(targets, found, strict=True):
             if target is not value:
                 target.copy_(value)
@@ -125,7 +141,7 @@ def _interpreter_launches(recorder: _Recorder) -> Iterator[None]:
 
         if not recorder.paused:
             recorder.steps.append(step)
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # noqa: SLF001
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             return original(self, *args, **kwargs)
 
     executor.__call__ = launch

@@ -78,4 +78,21 @@ CLAUSES: dict[str, str] = {
     # running
     "R1": "preparing and ops never synchronise with the device",
     "R2": "instances share nothing: two batches may be alive at once on two instances",
+    # experts
+    "X1": "experts: gate_up adds scaling * B @ A @ x of each pair's slot and expert into out [T, k, N], slice by slice",
+    "X2": "experts: down adds the same into out [T, k, H], times the routing weight if asked, or their weighted sum over a row's pairs into [T, H]",
+    "X3": "experts: with accumulate=False out is overwritten, zero where there is no delta",
+    "X4": "experts: ids of -1 or out of range, and slots of NO_LORA or out of range, get no delta and read no weight",
+    "X5": "experts: an expert_map turns global ids into this rank's, or into none",
+    "X6": "experts: a matrix that all experts share gives the bits of that matrix repeated",
+    "X7": "experts: x, ids, routing weights, slots and adapters are never written",
+    "X8": "experts: other rows' values, NaNs, adapters and experts change no bit of a row",
+    "X9": "experts: rows without a delta keep their bits; what lies past a rank, in unused slots or in fresh memory reaches no result",
+    "X10": "experts: deterministic: the same call gives the same bits, from any route of the same routing",
+    "X11": "experts: a graph captured with any routing follows the ids, slots, weights and ranks it finds when replayed",
+    "X12": "experts: route and ops never synchronise, and read nothing on the host",
+    "X13": "experts: tensors that do not fit raise TensorMismatchError, claims exceeded raise UnsupportedOpError, and out stays as it was",
+    "X14": "experts: one route serves both projections, any number of times, and an instance holds no state of a batch",
+    "X15": "experts: slots times experts has no limit but memory",
+    "X16": "experts: allocate_weights gives tensors of the contract's shapes, every rank 0",
 }

@@ -26,10 +26,16 @@ def bits(tensor: Tensor) -> Tensor:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal bit for bit, in shape and dtype too."""
-    return left.shape == right.shape and left.dtype == right.dtype and bool((bits(left) == bits(right)).all())
+    return (
+        left.shape == right.shape
+        and left.dtype == right.dtype
+        and bool((bits(left) == bits(right)).all())
+    )
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor, what: str, where: Where | None = None) -> None:
+def assert_same_bits(
+    actual: Tensor, expected: Tensor, what: str, where: Where | None = None
+) -> None:
     """Equal in shape, dtype and every bit.
 
     Args:
@@ -117,7 +123,9 @@ def _errors(actual: Tensor, expected: Tensor, unit: Tensor, live: Tensor) -> Ten
 
 def _assert_same_kind(actual: object, expected: Tensor, what: str) -> None:
     if not isinstance(actual, Tensor):
-        raise AssertionError(f"{what}: found {actual!r}, expected a tensor of shape {tuple(expected.shape)}")
+        raise AssertionError(  # noqa: TRY004 - the verdict of a check
+            f"{what}: found {actual!r}, expected a tensor of shape {tuple(expected.shape)}"
+        )
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(
             f"{what}: found shape {tuple(actual.shape)} of {actual.dtype}, expected {tuple(expected.shape)} of "

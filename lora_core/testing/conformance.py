@@ -1,9 +1,9 @@
 """The pytest face of the suite: one class to subclass per family.
 
-    from lora_core.testing import BackendConformance
+from lora_core.testing import BackendConformance
 
-    class TestMine(BackendConformance):
-        backend = "mine"
+class TestMine(BackendConformance):
+    backend = "mine"
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lora_core.errors import ContractError
 from lora_core.testing import engine
 from lora_core.testing.dense_family import DENSE
 from lora_core.testing.engine import LEVELS, Check, CheckFailed, Family, Instance, Level, NotRunHere
+from lora_core.testing.moe_family import MOE
 
 
 class Conformance:
@@ -41,7 +42,9 @@ class Conformance:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "family" in vars(cls):  # a family's own class: give it its tests
-            cls._checks = {f"test_{name}": _test(check) for name, check in cls.family.checks.items()}
+            cls._checks = {
+                f"test_{name}": _test(check) for name, check in cls.family.checks.items()
+            }
             cls._checks |= {"pytest_generate_tests": vars(Conformance)["pytest_generate_tests"]}
             for name, test in cls._checks.items():
                 setattr(cls, name, test)
@@ -72,9 +75,13 @@ def _plan(
     cached = vars(cls).get("_planned")
     if cached is None or cached[0] != level:
         if cls.backend is None:
-            raise ContractError(f"{cls.__qualname__} does not set `backend`, the name of the backend to test")
+            raise ContractError(
+                f"{cls.__qualname__} does not set `backend`, the name of the backend to test"
+            )
         if level not in LEVELS:
-            raise ContractError(f"{cls.__qualname__}.level is {level!r}: one of {', '.join(LEVELS)}")
+            raise ContractError(
+                f"{cls.__qualname__}.level is {level!r}: one of {', '.join(LEVELS)}"
+            )
         subject = cls.family.subject(cls.backend, device=cls.device)
         if subject.unavailable is None:
             engine.refuse_unknown(cls.family, subject, cls.expected_failures, cls.__qualname__)
@@ -119,3 +126,9 @@ class BackendConformance(Conformance):
     """Every check of the dense contract: subclass it, set `backend`, done."""
 
     family = DENSE
+
+
+class MoEConformance(Conformance):
+    """Every check of the experts contract: subclass it, set `backend`, done."""
+
+    family = MOE

@@ -22,7 +22,13 @@ from lora_core.capabilities import DTypeName, Mode
 from lora_core.testing import oracle
 from lora_core.testing.compare import Where, assert_close
 from lora_core.testing.engine import Violation
-from lora_core.testing.guards import Banded, PoisonedAllocations, Unchanged, assert_sync_zero, poison_scratch
+from lora_core.testing.guards import (
+    Banded,
+    PoisonedAllocations,
+    Unchanged,
+    assert_sync_zero,
+    poison_scratch,
+)
 from lora_core.testing.subject import Subject
 from lora_core.weights import LoRAWeights, SliceLayout
 
@@ -134,7 +140,12 @@ class Base:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, embedding: bool = False, pad_columns: int = 0
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        embedding: bool = False,
+        pad_columns: int = 0,
     ) -> None:
         self.weight: Tensor | None = weight
         self.bias = bias
@@ -142,6 +153,7 @@ class Base:
         self.results: list[Banded] = []
 
     def __call__(self, x: Tensor, /) -> Tensor:
+        """The module's result, each time in a buffer of its own."""
         value = self.value(x)
         result = Banded(tuple(value.shape), value.dtype, value.device, pad_columns=self._pad)
         result.tensor.copy_(value)
@@ -230,10 +242,17 @@ class Problem:
         return values.to(self.dtype).to(self.device)
 
     def _banded(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, *, pad_columns: int = 0
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        *,
+        pad_columns: int = 0,
     ) -> Tensor:
         margin = 65 if self.case.strided else 64
-        band = Banded(shape, dtype or self.dtype, self.device, margin=margin, pad_columns=pad_columns)
+        band = Banded(
+            shape, dtype or self.dtype, self.device, margin=margin, pad_columns=pad_columns
+        )
         self._bands[name] = band
         return band.tensor
 
@@ -260,7 +279,9 @@ class Problem:
         case = self.case
         n = self.layout.num_slices
         h = self._banded("h", (case.rows, n, case.R), torch.float32)
-        values = torch.randn((case.rows, n, case.R), generator=torch.Generator().manual_seed(case.seed + 1))
+        values = torch.randn(
+            (case.rows, n, case.R), generator=torch.Generator().manual_seed(case.seed + 1)
+        )
         ranks = case.slice_ranks
         begin = 0
         for length, slot in zip(case.lengths, case.slots, strict=True):
@@ -278,12 +299,18 @@ class Problem:
         case = self.case
         margin = 65 if case.strided else 64
         band = Banded(
-            (case.rows, self.layout.out_features), self.dtype, self.device, margin=margin, pad_columns=self._pad
+            (case.rows, self.layout.out_features),
+            self.dtype,
+            self.device,
+            margin=margin,
+            pad_columns=self._pad,
         )
         if fill is not None:
             band.tensor.fill_(fill)
         else:
-            values = torch.randn(band.tensor.shape, generator=torch.Generator().manual_seed(case.seed + 2))
+            values = torch.randn(
+                band.tensor.shape, generator=torch.Generator().manual_seed(case.seed + 2)
+            )
             band.tensor.copy_(values)
         band.arm()
         return band
@@ -292,7 +319,9 @@ class Problem:
         """The same weights and base under another batch, whose adapters must be among the filled ones."""
         other = copy.copy(self)
         other.case = case
-        values = torch.randn((case.rows, case.K), generator=torch.Generator().manual_seed(case.seed + 3))
+        values = torch.randn(
+            (case.rows, case.K), generator=torch.Generator().manual_seed(case.seed + 3)
+        )
         other.x = values.to(self.dtype).to(self.device)
         other.x[case.tokens :] = torch.nan
         return other
@@ -302,7 +331,12 @@ class Problem:
     def inputs(self) -> dict[str, Tensor]:
         """Everything that no op may write."""
         weights = self.weights
-        named = {"x": self.x, "weights.a": weights.a, "weights.b": weights.b, "weights.ranks": weights.ranks}
+        named = {
+            "x": self.x,
+            "weights.a": weights.a,
+            "weights.b": weights.b,
+            "weights.ranks": weights.ranks,
+        }
         named["weights.scalings"] = weights.scalings
         assert self.base.weight is not None
         named["base.weight"] = self.base.weight
@@ -316,7 +350,7 @@ class Problem:
         """Around ops: scratch and fresh memory poisoned, inputs and canaries compared, sync zero."""
         unchanged = Unchanged(self.inputs())
         poison_scratch(backend)
-        with PoisonedAllocations():
+        with PoisonedAllocations():  # type: ignore[no-untyped-call]
             yield
         unchanged.check()
         for name, band in self._bands.items():
@@ -329,7 +363,7 @@ class Problem:
     def prepared(self, subject: Subject) -> LoRABackend[Any]:
         """A fresh backend with the case's batch prepared."""
         backend = subject.new()
-        with PoisonedAllocations():
+        with PoisonedAllocations():  # type: ignore[no-untyped-call]
             backend.prepare_batch(self.case.batch)
         return backend
 
@@ -348,21 +382,28 @@ class Problem:
             AssertionError: it is no tensor.
         """
         if not isinstance(result, Tensor):
-            raise AssertionError(f"the op returned {result!r}, not a tensor")
+            raise AssertionError(f"the op returned {result!r}, not a tensor")  # noqa: TRY004
         if not result.numel():
             return
         homes = {f"scratch[{k!r}]": t for k, t in backend.workspace.scratch.items()}
         homes |= {f"static[{k!r}]": t for k, t in backend.workspace.static.items()}
         for name, tensor in (self.inputs() | homes).items():
-            if tensor.numel() and tensor.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
-                raise Violation("S9", f"the result is a view of {name}: the next op would overwrite it")
+            if (
+                tensor.numel()
+                and tensor.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+            ):
+                raise Violation(
+                    "S9", f"the result is a view of {name}: the next op would overwrite it"
+                )
 
     # -- what it should be ------------------------------------------------------------------------------
 
     def where(self, lengths: Sequence[int] | None = None) -> Where:
         """Words about a place in a result: its request, slot and slice."""
         case, offsets = self.case, self.layout.offsets
-        owners = [i for i, n in enumerate(case.lengths if lengths is None else lengths) for _ in range(n)]
+        owners = [
+            i for i, n in enumerate(case.lengths if lengths is None else lengths) for _ in range(n)
+        ]
 
         def words(index: tuple[int, ...]) -> str:
             row = index[0]
@@ -370,32 +411,54 @@ class Problem:
                 return "a padded row"
             request = owners[row]
             slot = case.slots[request]
-            text = f"request {request}, " + ("no adapter" if slot == NO_LORA else f"slot {slot}, rank {case.ranks[slot]}")
+            text = f"request {request}, " + (
+                "no adapter" if slot == NO_LORA else f"slot {slot}, rank {case.ranks[slot]}"
+            )
             if len(index) == 2 and len(case.widths) > 1:
                 text += f", slice {sum(column <= index[1] for column in offsets[1:])}"
             return text
 
         return words
 
-    def expected_linear(self, lengths: Sequence[int] | None = None, x: Tensor | None = None) -> Tensor:
+    def expected_linear(
+        self, lengths: Sequence[int] | None = None, x: Tensor | None = None
+    ) -> Tensor:
         """float64 `[rows of the batch, N]`."""
         lengths = self.case.lengths if lengths is None else lengths
         x = self.x[: sum(lengths)] if x is None else x
         assert self.base.weight is not None
         return oracle.linear(
-            x, self.base.weight, self.base.bias, self.weights, lengths, self.case.slots, self.case.scales
+            x,
+            self.base.weight,
+            self.base.bias,
+            self.weights,
+            lengths,
+            self.case.slots,
+            self.case.scales,
         )
 
     def assert_linear(
-        self, result: Tensor, what: str = "linear", lengths: Sequence[int] | None = None, x: Tensor | None = None
+        self,
+        result: Tensor,
+        what: str = "linear",
+        lengths: Sequence[int] | None = None,
+        x: Tensor | None = None,
     ) -> None:
         """The live rows of a result are within plain torch's error of the float64 ones."""
         lengths = self.case.lengths if lengths is None else lengths
         live = self.x[: sum(lengths)] if x is None else x
         if result.shape[0] < sum(lengths):
-            raise AssertionError(f"{what} returned {result.shape[0]} rows for a batch of {sum(lengths)}")
+            raise AssertionError(
+                f"{what} returned {result.shape[0]} rows for a batch of {sum(lengths)}"
+            )
         expected = self.expected_linear(lengths, live)
-        assert_close(result[: sum(lengths)], expected, self.plain_linear(live, lengths), what, self.where(lengths))
+        assert_close(
+            result[: sum(lengths)],
+            expected,
+            self.plain_linear(live, lengths),
+            what,
+            self.where(lengths),
+        )
 
     def assert_embedding(self, result: Tensor, what: str = "embedding") -> None:
         """The live rows of an embedding are within plain torch's error of the float64 ones."""
@@ -412,7 +475,9 @@ class Problem:
                 h[rows, 0] = weights.a[slot][ids[rows]].float()
                 if slot in weights.full:
                     start[rows] = weights.full[slot][ids[rows]]
-        assert_close(result[: case.tokens], expected, self.plain_expand(h, start), what, self.where())
+        assert_close(
+            result[: case.tokens], expected, self.plain_expand(h, start), what, self.where()
+        )
 
     def plain_linear(self, x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """What plain torch gives in the case's dtype, over a few orders of summation."""
@@ -458,7 +523,9 @@ class Problem:
                 for s, rank in enumerate(case.slice_ranks[slot]):
                     if rank:
                         a = weights.a[slot, s, :rank][:, order].T
-                        h[rows, s, :rank] = _product(self.x[rows][:, order], a, seed, out_dtype=torch.float32)
+                        h[rows, s, :rank] = _product(
+                            self.x[rows][:, order], a, seed, out_dtype=torch.float32
+                        )
             results.append(h)
         return results
 
@@ -497,10 +564,16 @@ def _count(entries: int) -> int:
 
 def _order(size: int, seed: int) -> Tensor:
     """As it comes for seed 0, else shuffled."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(size)
+    return (
+        torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        if seed
+        else torch.arange(size)
+    )
 
 
-def _product(left: Tensor, right: Tensor, seed: int, out_dtype: torch.dtype | None = None) -> Tensor:
+def _product(
+    left: Tensor, right: Tensor, seed: int, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """`left @ right` as torch does it, every other time as part of a product of at least 16 x 16.
 
     A product with a vector sums in another way than one with a matrix, with another error; backends

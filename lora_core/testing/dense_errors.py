@@ -1,9 +1,11 @@
 """Claims and refusals: what is not claimed, or does not fit, raises the right error and changes nothing."""
 
+# ruff: noqa: ARG001 - checks and their cases share one signature
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -27,7 +29,9 @@ from lora_core.testing.subject import Subject
 from lora_core.weights import LoRAWeights, SliceLayout
 
 
-def _refuses(call: Callable[[], object], error: type[Exception], what: str, clause: str) -> Exception:
+def _refuses(
+    call: Callable[[], object], error: type[Exception], what: str, clause: str
+) -> Exception:
     """The error that `call` raises, of the wanted type.
 
     Raises:
@@ -38,21 +42,27 @@ def _refuses(call: Callable[[], object], error: type[Exception], what: str, clau
     except error as raised:
         return raised
     except Exception as raised:
-        raise Violation(clause, f"{what} raised {type(raised).__name__} ({raised}), not {error.__name__}") from raised
-    raise Violation(clause, f"{what} returned {type(result).__name__}, it must raise {error.__name__}")
+        raise Violation(
+            clause, f"{what} raised {type(raised).__name__} ({raised}), not {error.__name__}"
+        ) from raised
+    raise Violation(
+        clause, f"{what} returned {type(result).__name__}, it must raise {error.__name__}"
+    )
 
 
 def _unsupported(subject: Subject, call: Callable[[], object], what: str) -> None:
     raised = _refuses(call, UnsupportedOpError, what, "C2")
     assert isinstance(raised, UnsupportedOpError)
-    assert raised.backend == subject.backend_class.name, f"{what}: the error names backend {raised.backend!r}"
+    assert raised.backend == subject.backend_class.name, (
+        f"{what}: the error names backend {raised.backend!r}"
+    )
     for word in (raised.backend, raised.op, raised.limit, str(raised.value)):
         assert word, f"{what}: the error leaves out one of backend, op, limit and value: {raised}"
         assert word in str(raised), f"{what}: the message does not have {word!r}: {raised}"
 
 
 def _batchable(subject: Subject) -> LoRABatch:
-    return dataclasses.replace(PLAIN.batch, lengths=(1, 1), mode=sorted(subject.capabilities.modes)[0])
+    return dataclasses.replace(PLAIN.batch, lengths=(1, 1), mode=min(subject.capabilities.modes))
 
 
 @DENSE.check("C2", cases=one, cause="an op inherited or delegated in silence, without the claim")
@@ -77,12 +87,17 @@ def unclaimed_ops(subject: Subject, case: DenseCase) -> None:
             with problem.guarded(backend):
                 _unsupported(subject, call, f"{op.value}, unclaimed,")
     if claims.supports(Op.EMBEDDING):  # parts that no embedding has: dropping them would be silent
-        for name in ("output_scale", "bias"):
-            odd = dataclasses.replace(table.weights, **{name: ones})
-            _unsupported(subject, lambda w=odd: backend.embedding(table.x, table.base, w), f"embedding with {name}")
+        for name, odd in (
+            ("output_scale", dataclasses.replace(table.weights, output_scale=ones)),
+            ("bias", dataclasses.replace(table.weights, bias=ones)),
+        ):
+            call = partial(backend.embedding, table.x, table.base, odd)
+            _unsupported(subject, call, f"embedding with {name}")
     if not claims.supports(Op.SCALES):
         scaled = dataclasses.replace(case.batch, scales=[0.5] * len(case.lengths))
-        _unsupported(subject, lambda: backend.prepare_batch(scaled), "prepare_batch with scales, unclaimed,")
+        _unsupported(
+            subject, lambda: backend.prepare_batch(scaled), "prepare_batch with scales, unclaimed,"
+        )
         if backend.batch_info is not None:
             raise Violation("B5", "batch_info is not None after a refused prepare_batch")
 
@@ -92,27 +107,35 @@ def _with(backend: LoRABackend[Any], problem: Problem, **parts: Any) -> Callable
     return lambda: backend.linear(problem.x, problem.base, weights)
 
 
-@DENSE.check("C2", cases=one, cause="prepare_batch or init_graph that does not look at the capabilities")
+@DENSE.check(
+    "C2", cases=one, cause="prepare_batch or init_graph that does not look at the capabilities"
+)
 def unclaimed_modes(subject: Subject, case: DenseCase) -> None:
     """Modes and graph kinds that are not claimed raise UnsupportedOpError."""
     backend = subject.new()
     for mode in get_args(Mode):
         if mode not in subject.capabilities.modes:
             batch = LoRABatch((1, 1), (0, 1), mode)
-            _unsupported(subject, lambda b=batch: backend.prepare_batch(b), f"mode {mode}, unclaimed,")
+            _unsupported(subject, partial(backend.prepare_batch, batch), f"mode {mode}, unclaimed,")
     for kind in get_args(GraphKind):
         if kind not in subject.capabilities.graphs:
-            what = f"init_graph of kind {kind}, unclaimed,"
-            _unsupported(subject, lambda k=kind: backend.init_graph(k, max_requests=2, max_tokens=4), what)
-    _unsupported(subject, lambda: backend.init_graph("other", max_requests=2, max_tokens=4), "an unknown graph kind")  # type: ignore[arg-type]
+            call = partial(backend.init_graph, kind, max_requests=2, max_tokens=4)
+            _unsupported(subject, call, f"init_graph of kind {kind}, unclaimed,")
+    unknown: Any = "other"
+    call = partial(backend.init_graph, unknown, max_requests=2, max_tokens=4)
+    _unsupported(subject, call, "init_graph of an unknown kind")
 
 
-@DENSE.check("C2", cases=one, cause="a dtype, rank or slice count past the claim that runs all the same")
+@DENSE.check(
+    "C2", cases=one, cause="a dtype, rank or slice count past the claim that runs all the same"
+)
 def unclaimed_ranges(subject: Subject, case: DenseCase) -> None:
     """Dtypes, ranks and slices past the claimed range raise UnsupportedOpError."""
     claims = subject.capabilities
     dtype: DTypeName = dtypes(subject)[0]
-    sites = [(name, 8, 1) for name in (*get_args(DTypeName), "float64") if name not in claims.dtypes]
+    sites = [
+        (name, 8, 1) for name in (*get_args(DTypeName), "float64") if name not in claims.dtypes
+    ]
     sites += [(dtype, claims.max_rank + 1, 1)] if claims.max_rank is not None else []
     sites += [(dtype, 8, claims.max_slices + 1)] if claims.max_slices is not None else []
     for name, rank, slices in sites:
@@ -124,13 +147,15 @@ def unclaimed_ranges(subject: Subject, case: DenseCase) -> None:
         backend = subject.new()
         backend.prepare_batch(_batchable(subject))
         what = f"{name} of rank {rank} and {slices} slices, past the claim,"
-        _unsupported(subject, lambda: backend.shrink(x, weights), f"shrink of {what}")  # noqa: B023
-        _unsupported(subject, lambda: backend.expand(h, weights, out), f"expand of {what}")  # noqa: B023
+        _unsupported(subject, partial(backend.shrink, x, weights), f"shrink of {what}")
+        _unsupported(subject, partial(backend.expand, h, weights, out), f"expand of {what}")
         base = torch.nn.Linear(40, 16 * slices, dtype=kind, device=subject.device)
-        _unsupported(subject, lambda: backend.linear(x, base, weights), f"linear of {what}")  # noqa: B023
+        _unsupported(subject, partial(backend.linear, x, base, weights), f"linear of {what}")
 
 
-def _zeros(subject: Subject, *, rank: int, widths: tuple[int, ...], dtype: torch.dtype) -> LoRAWeights:
+def _zeros(
+    subject: Subject, *, rank: int, widths: tuple[int, ...], dtype: torch.dtype
+) -> LoRAWeights:
     n, layout = len(widths), SliceLayout(widths)
     return LoRAWeights(
         a=torch.zeros(2, n, rank, 40, dtype=dtype, device=subject.device),
@@ -156,11 +181,17 @@ def too_few_rows(subject: Subject, case: DenseCase) -> None:
     }
     if subject.capabilities.supports(Op.EMBEDDING):
         table = Problem(subject, case.but(K=61), embedding=True)
-        calls["embedding with a row too few"] = lambda: backend.embedding(table.x[:-1], table.base, table.weights)
+        calls["embedding with a row too few"] = lambda: backend.embedding(
+            table.x[:-1], table.base, table.weights
+        )
     if subject.capabilities.supports(Op.LM_HEAD):
         calls["lm_head with a row too few"] = lambda: backend.lm_head(short, base, weights)
-        calls["lm_head of pass 1 of 1"] = lambda: backend.lm_head(problem.x, base, weights, logits_pass=1)
-        calls["lm_head of pass -1"] = lambda: backend.lm_head(problem.x, base, weights, logits_pass=-1)
+        calls["lm_head of pass 1 of 1"] = lambda: backend.lm_head(
+            problem.x, base, weights, logits_pass=1
+        )
+        calls["lm_head of pass -1"] = lambda: backend.lm_head(
+            problem.x, base, weights, logits_pass=-1
+        )
     for what, call in calls.items():
         with problem.guarded(backend):
             _refuses(call, BatchMismatchError, what, "E1")
@@ -170,13 +201,21 @@ def too_few_rows(subject: Subject, case: DenseCase) -> None:
         drawn = problem.with_batch(case.but(logits=passes))
         backend.prepare_batch(drawn.case.batch)
         _refuses(
-            lambda: backend.lm_head(drawn.x[:5], base, weights, logits_pass=1), BatchMismatchError, "a short pass", "E1"
+            lambda: backend.lm_head(drawn.x[:5], base, weights, logits_pass=1),
+            BatchMismatchError,
+            "a short pass",
+            "E1",
         )
         drawn.assert_linear(backend.lm_head(drawn.x[:5], base, weights, logits_pass=0), "the other pass", passes[0],
                             drawn.x[:5])  # fmt: skip
 
 
-@DENSE.check("E2", "B7", cases=one, cause="shapes trusted: what does not fit is read or written out of bounds")
+@DENSE.check(
+    "E2",
+    "B7",
+    cases=one,
+    cause="shapes trusted: what does not fit is read or written out of bounds",
+)
 def misfits(subject: Subject, case: DenseCase) -> None:
     """Tensors that do not fit in shape, dtype or device raise TensorMismatchError."""
     problem = Problem(subject, case)
@@ -197,12 +236,14 @@ def misfits(subject: Subject, case: DenseCase) -> None:
         "x of float64": double,
         "x on another device": elsewhere,
     }.items():
-        calls[f"shrink with {name}"] = lambda bad=bad: backend.shrink(bad, weights)
-        calls[f"linear with {name}"] = lambda bad=bad: backend.linear(bad, base, weights)
+        calls[f"shrink with {name}"] = partial(backend.shrink, bad, weights)
+        calls[f"linear with {name}"] = partial(backend.linear, bad, base, weights)
     calls["expand with h of R - 1"] = lambda: backend.expand(h[:, :, :-1], weights, out)
     calls["expand with h of 2 dimensions"] = lambda: backend.expand(h[:, 0], weights, out)
     calls["expand with h of float64"] = lambda: backend.expand(h.double(), weights, out)
-    calls["expand with out of N + 1"] = lambda: backend.expand(h, weights, torch.zeros(rows, out.shape[1] + 1, device=device))
+    calls["expand with out of N + 1"] = lambda: backend.expand(
+        h, weights, torch.zeros(rows, out.shape[1] + 1, device=device)
+    )
     calls["expand with out of more rows than h"] = lambda: backend.expand(
         h, weights, torch.zeros(rows + 1, out.shape[1], dtype=out.dtype, device=device)
     )
@@ -211,7 +252,9 @@ def misfits(subject: Subject, case: DenseCase) -> None:
         calls["embedding with ids of 2 dimensions"] = lambda: backend.embedding(
             table.x.unsqueeze(0), table.base, table.weights
         )
-        calls["embedding with weights of a linear"] = lambda: backend.embedding(table.x, table.base, weights)
+        calls["embedding with weights of a linear"] = lambda: backend.embedding(
+            table.x, table.base, weights
+        )
     for what, call in calls.items():
         with problem.guarded(backend):
             _refuses(call, TensorMismatchError, what, "E2")
@@ -232,22 +275,32 @@ def contradictions(subject: Subject, case: DenseCase) -> None:
         ("of scales for other requests", {"lengths": (2,), "slots": (0,), "scales": (1.0, 1.0)}),
     ]
     for what, parts in bad:
-        _refuses(lambda parts=parts: subject.new().prepare_batch(LoRABatch(**parts)), InvalidBatchError, f"a batch {what}", "E3")
+        _refuses(partial(LoRABatch, **parts), InvalidBatchError, f"a batch {what}", "E3")
 
 
-@DENSE.check("C3", cases=one, cause="a class attribute that is missing, or another name than the entry point's")
+@DENSE.check(
+    "C3",
+    cases=one,
+    cause="a class attribute that is missing, or another name than the entry point's",
+)
 def identity(subject: Subject, case: DenseCase) -> None:
     """Name, contract and capabilities are on the class, and a loaded instance is usable at once."""
     cls = subject.backend_class
-    assert cls.name == subject.label, f"the class is named {cls.name!r}, but was loaded as {subject.label!r}"
+    assert cls.name == subject.label, (
+        f"the class is named {cls.name!r}, but was loaded as {subject.label!r}"
+    )
     check_supported(f"backend {cls.name!r}", cls.contract)
     assert isinstance(cls.capabilities, Capabilities)
     assert cls.capabilities.supports(Op.LINEAR), "Op.LINEAR is not claimed: every backend has it"
     assert cls.capabilities.dtypes, "no dtype is claimed"
     assert cls.capabilities.modes, "no mode is claimed"
     backend = subject.new()
-    assert backend.device.type in cls.capabilities.device_types, f"it runs on {backend.device}, which is not claimed"
-    assert cls.unavailable_reason(backend.device) is None, "unavailable_reason refuses the device that it runs on"
+    assert backend.device.type in cls.capabilities.device_types, (
+        f"it runs on {backend.device}, which is not claimed"
+    )
+    assert cls.unavailable_reason(backend.device) is None, (
+        "unavailable_reason refuses the device that it runs on"
+    )
     elsewhere = cls.unavailable_reason(torch.device("meta"))
     assert elsewhere, "unavailable_reason accepts a device type that is not claimed"
     assert isinstance(backend.config, BackendConfig), f"config is {backend.config!r}"
@@ -256,13 +309,17 @@ def identity(subject: Subject, case: DenseCase) -> None:
     problem.assert_linear(problem.linear(backend), "linear of an instance as it was loaded")
 
 
-@DENSE.check("B3", "C4", cases=one, cause="__init_subclass__ overridden without calling the contract's")
+@DENSE.check(
+    "B3", "C4", cases=one, cause="__init_subclass__ overridden without calling the contract's"
+)
 def definition(subject: Subject, case: DenseCase) -> None:
     """Subclasses that split the pair, or change parameters, are refused where they are defined."""
     cls = subject.backend_class
 
     def half_reset() -> type:
-        return type("HalfReset", (cls,), {"reset_batch_state": lambda self: None})
+        def reset_batch_state(self: Any) -> None: ...
+
+        return type("HalfReset", (cls,), {"reset_batch_state": reset_batch_state})
 
     def half_prepare() -> type:
         def prepare_batch(self: Any, batch: Any, *, graph: Any = None) -> Any: ...
@@ -277,26 +334,46 @@ def definition(subject: Subject, case: DenseCase) -> None:
     def stateful() -> type:
         return type("Stateful", (cls,), {"batch_info": 0})
 
-    _refuses(half_reset, ContractError, "a class with reset_batch_state and without prepare_batch", "B3")
-    _refuses(half_prepare, ContractError, "a class with prepare_batch and without reset_batch_state", "B3")
+    _refuses(
+        half_reset, ContractError, "a class with reset_batch_state and without prepare_batch", "B3"
+    )
+    _refuses(
+        half_prepare,
+        ContractError,
+        "a class with prepare_batch and without reset_batch_state",
+        "B3",
+    )
     _refuses(loose, ContractError, "a class whose shrink takes **kwargs", "C4")
     _refuses(stateful, ContractError, "a class with a batch_info in its body", "B3")
 
 
 def _rooms(subject: Subject, level: Level) -> Sequence[DenseCase]:
-    return claimed(subject, (MIXED, PLAIN.but(widths=(32, 17)), PLAIN.but(ranks=(4, 4, 4), R=16, K=33)))
+    return claimed(
+        subject, (MIXED, PLAIN.but(widths=(32, 17)), PLAIN.but(ranks=(4, 4, 4), R=16, K=33))
+    )
 
 
-@DENSE.check("S6", "C1", cases=_rooms, cause="shapes or dtypes of the backend's own layout shown outside")
+@DENSE.check(
+    "S6", "C1", cases=_rooms, cause="shapes or dtypes of the backend's own layout shown outside"
+)
 def allocated_weights(subject: Subject, case: DenseCase) -> None:
     """allocate_weights gives the contract's shapes, inert until an adapter is written."""
     dtype = getattr(torch, case.dtype)
     subject.require_dtype(case.dtype)
-    kinds = (False, True) if subject.capabilities.supports(Op.EMBEDDING) and len(case.widths) == 1 else (False,)
+    kinds = (
+        (False, True)
+        if subject.capabilities.supports(Op.EMBEDDING) and len(case.widths) == 1
+        else (False,)
+    )
     for embedding in kinds:
         layout = SliceLayout(case.widths)
         weights = subject.new().allocate_weights(
-            num_slots=3, max_rank=case.R, in_features=case.K, layout=layout, dtype=dtype, embedding=embedding
+            num_slots=3,
+            max_rank=case.R,
+            in_features=case.K,
+            layout=layout,
+            dtype=dtype,
+            embedding=embedding,
         )
         n = layout.num_slices
         shapes = {
@@ -309,5 +386,9 @@ def allocated_weights(subject: Subject, case: DenseCase) -> None:
             tensor = getattr(weights, name)
             found = (tuple(tensor.shape), tensor.dtype)
             assert found == expected, f"{name} is {found}, expected {expected}"
-            assert tensor.device == subject.device, f"{name} is on {tensor.device}, expected {subject.device}"
-        assert not bool(weights.ranks.any()), "ranks of fresh weights are not 0: something would be applied"
+            assert tensor.device == subject.device, (
+                f"{name} is on {tensor.device}, expected {subject.device}"
+            )
+        assert not bool(weights.ranks.any()), (
+            "ranks of fresh weights are not 0: something would be applied"
+        )

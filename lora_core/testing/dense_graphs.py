@@ -1,5 +1,6 @@
 """Graphs: static buffers at fixed addresses, captured once and replayed with every later batch."""
 
+# ruff: noqa: ARG001 - checks and their cases share one signature
 from __future__ import annotations
 
 import dataclasses
@@ -72,7 +73,9 @@ class GraphCase:
     def id(self) -> str:
         """`decode-one-rows20-float32`."""
         used = sum(slot != NONE for slot in self.slots)
-        return f"{self.kind}-{len(self.lengths)}requests-{used}adapters-rows{self.rows}-{self.dtype}"
+        return (
+            f"{self.kind}-{len(self.lengths)}requests-{used}adapters-rows{self.rows}-{self.dtype}"
+        )
 
     def batches(self) -> Iterator[_BatchParts]:
         """What is replayed: growing, shrinking, without adapters, empty, full."""
@@ -87,10 +90,19 @@ def _graph_cases(subject: Subject, level: Level) -> Sequence[GraphCase]:
         one = ((1,), (0,)) if kind == "decode" else ((4,), (0,))
         bare = ((1, 1), (NONE, NONE)) if kind == "decode" else ((2, 3), (NONE, NONE))
         many = _DECODE[3] if kind == "decode" else _SEVERAL[1]
-        cases += [GraphCase(kind, *one), GraphCase(kind, *bare), GraphCase(kind, *many, rows=16)]
-        cases += [GraphCase(kind, *bare, dtype=dtype) for dtype in dtypes(subject)[1:] if level != "smoke"]
+        cases += [
+            GraphCase(kind, *one),
+            GraphCase(kind, *bare),
+            GraphCase(kind, many[0], many[1], rows=16),
+        ]
+        cases += [
+            GraphCase(kind, *bare, dtype=dtype) for dtype in dtypes(subject)[1:] if level != "smoke"
+        ]
     first = dtypes(subject)[0] if dtypes(subject) else "float32"
-    return [dataclasses.replace(case, dtype=first) if case.dtype == "float32" else case for case in cases]
+    return [
+        dataclasses.replace(case, dtype=first) if case.dtype == "float32" else case
+        for case in cases
+    ]
 
 
 def _kinds(subject: Subject, level: Level) -> Sequence[GraphCase]:
@@ -103,7 +115,9 @@ def _kinds(subject: Subject, level: Level) -> Sequence[GraphCase]:
 class Rig:
     """A backend with a graph initialised, a pool of four adapters, and inputs that stay in place."""
 
-    def __init__(self, subject: Subject, case: GraphCase, *, embedding: bool = False, base_bias: bool = True) -> None:
+    def __init__(
+        self, subject: Subject, case: GraphCase, *, embedding: bool = False, base_bias: bool = True
+    ) -> None:
         self.subject, self.case = subject, case
         widths = (24,) if embedding else (32, 17)
         ranks = (8, 3, 5, 1) if embedding else ((8, 2), (3, 8), (5, 0), (1, 7))
@@ -118,14 +132,20 @@ class Rig:
         self.backend = subject.new()
         self.backend.init_graph(case.kind, max_requests=_REQUESTS, max_tokens=_TOKENS)
         kind = torch.int64 if embedding else self.pool.dtype
-        self.x = torch.zeros((case.rows,) if embedding else (case.rows, pool.K), dtype=kind, device=subject.device)
+        self.x = torch.zeros(
+            (case.rows,) if embedding else (case.rows, pool.K), dtype=kind, device=subject.device
+        )
         self._turn = 0
 
     def load(self, lengths: Sequence[int], slots: Sequence[int], **parts: Any) -> Problem:
         """Prepare a batch and put new inputs in place; returns the problem that it is."""
         self._turn += 1
         drawn = self.pool.case.but(
-            lengths=tuple(lengths), slots=tuple(slots), seed=self._turn, padding=self.case.rows - sum(lengths), **parts
+            lengths=tuple(lengths),
+            slots=tuple(slots),
+            seed=self._turn,
+            padding=self.case.rows - sum(lengths),
+            **parts,
         )
         problem = self.pool.with_batch(drawn)
         if self.embedding:
@@ -164,7 +184,9 @@ def graph_replay(subject: Subject, case: GraphCase) -> None:
     captured_with = rig.load(case.lengths, case.slots)
     captured = Captured(subject.device, rig.linear)
     captured.replay()
-    rig.assert_replayed(captured_with, captured.result, f"the batch it was captured with ({captured_with.case!r})")
+    rig.assert_replayed(
+        captured_with, captured.result, f"the batch it was captured with ({captured_with.case!r})"
+    )
     batches = list(case.batches())
     for lengths, slots in batches if subject.interpreted else (*batches, *reversed(batches)):
         problem = rig.load(lengths, slots)
@@ -193,7 +215,9 @@ def stray_replay(subject: Subject, case: GraphCase) -> None:
         base = rig.pool.base.value(rig.x)
         what = f"a stray replay after reset, last batch lengths {list(lengths)} slots {list(slots)}"
         if subject.capabilities.owns_base:
-            bare = problem.with_batch(problem.case.but(lengths=(case.rows,), slots=(NONE,), padding=0))
+            bare = problem.with_batch(
+                problem.case.but(lengths=(case.rows,), slots=(NONE,), padding=0)
+            )
             bare.x = rig.x
             bare.assert_linear(captured.result, what)
         else:
@@ -223,7 +247,10 @@ def static_addresses(subject: Subject, case: GraphCase) -> None:
         assert info is not None
         for path, address in _info_addresses(info).items():
             if seen.setdefault(path, address) != address:
-                raise Violation("G2", f"{path} moved from {seen[path]:#x} to {address:#x} in a later prepare_batch")
+                raise Violation(
+                    "G2",
+                    f"{path} moved from {seen[path]:#x} to {address:#x} in a later prepare_batch",
+                )
         if len(lengths) % 2:
             rig.backend.reset_batch_state()
             _assert_in_place(rig.backend, at_first, "reset_batch_state")
@@ -266,14 +293,20 @@ def static_requests(subject: Subject, case: GraphCase) -> None:
         assert info.graph == case.kind, f"graph is {info.graph!r}, expected {case.kind!r}"
         assert info.static_requests is not None, "static_requests is None in graph mode"
         indptr = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        assert info.req_seg_indptr.tolist() == indptr, f"req_seg_indptr is {info.req_seg_indptr.tolist()}"
+        assert info.req_seg_indptr.tolist() == indptr, (
+            f"req_seg_indptr is {info.req_seg_indptr.tolist()}"
+        )
         assert info.req_slots.tolist() == list(slots), f"req_slots is {info.req_slots.tolist()}"
         room = _REQUESTS - len(lengths)
         table = info.request_table()
         expected = indptr + [sum(lengths)] * room
-        assert table.seg_indptr.tolist() == expected, f"static indptr is {table.seg_indptr.tolist()}, not {expected}"
+        assert table.seg_indptr.tolist() == expected, (
+            f"static indptr is {table.seg_indptr.tolist()}, not {expected}"
+        )
         filled = [*slots, *[NONE] * room]
-        assert table.slots.tolist() == filled, f"static slots are {table.slots.tolist()}, not {filled}"
+        assert table.slots.tolist() == filled, (
+            f"static slots are {table.slots.tolist()}, not {filled}"
+        )
         rows = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
         rows += [NONE] * (case.rows - len(rows))
         found = token_slots(info, case.rows).tolist()
@@ -297,24 +330,35 @@ def graph_limits(subject: Subject, case: GraphCase) -> None:
     _assert_graph_refused(subject, problem, backend, small, case.kind, "before init_graph")
     backend.init_graph(case.kind, max_requests=_REQUESTS, max_tokens=_TOKENS)
     too_many = LoRABatch(ones, (0,) * len(ones), case.kind)
-    _assert_graph_refused(subject, problem, backend, too_many, case.kind, f"of {len(ones)} requests")
+    _assert_graph_refused(
+        subject, problem, backend, too_many, case.kind, f"of {len(ones)} requests"
+    )
     if case.kind != "decode":
         too_long = LoRABatch((_TOKENS, 1), (0, 1), case.kind)
-        _assert_graph_refused(subject, problem, backend, too_long, case.kind, f"of {_TOKENS + 1} tokens")
+        _assert_graph_refused(
+            subject, problem, backend, too_long, case.kind, f"of {_TOKENS + 1} tokens"
+        )
     twice = LoRABatch((1, 1), (0, 1), case.kind, logits=((1, 1), (1, 0)))
     _assert_graph_refused(subject, problem, backend, twice, case.kind, "of two logits passes")
     backend.prepare_batch(small, graph=case.kind)
 
 
 def _assert_graph_refused(
-    subject: Subject, problem: Problem, backend: LoRABackend[Any], batch: LoRABatch, kind: GraphKind, what: str
+    subject: Subject,
+    problem: Problem,
+    backend: LoRABackend[Any],
+    batch: LoRABatch,
+    kind: GraphKind,
+    what: str,
 ) -> None:
     try:
         backend.prepare_batch(batch, graph=kind)
     except GraphNotInitializedError:
         assert_no_batch(subject, problem, backend, f"after a refused graph batch {what}")
         return
-    raise AssertionError(f"a {kind} graph batch {what} was not refused with GraphNotInitializedError")
+    raise AssertionError(
+        f"a {kind} graph batch {what} was not refused with GraphNotInitializedError"
+    )
 
 
 @DENSE.check(
@@ -341,7 +385,9 @@ def graph_sees_new_adapters(subject: Subject, case: GraphCase) -> None:
         for lengths, slots in case.batches():
             problem = rig.load(lengths, slots)
             captured.replay()
-            rig.assert_replayed(problem, captured.result, f"a replay after adapters were rewritten, turn {turn}")
+            rig.assert_replayed(
+                problem, captured.result, f"a replay after adapters were rewritten, turn {turn}"
+            )
 
 
 @DENSE.check(
@@ -366,7 +412,10 @@ def graph_memory(subject: Subject, case: GraphCase) -> None:
     gc.collect()
     if subject.on_cuda:
         torch.cuda.empty_cache()
-    taken = [torch.full((2**20 if subject.on_cuda else 2**12,), torch.nan, device=subject.device) for _ in range(256)]
+    taken = [
+        torch.full((2**20 if subject.on_cuda else 2**12,), torch.nan, device=subject.device)
+        for _ in range(256)
+    ]
     for batch in case.batches():
         problem = rig.load(*batch)
         poison_scratch(rig.backend)
@@ -376,7 +425,9 @@ def graph_memory(subject: Subject, case: GraphCase) -> None:
 
 
 def _graph_ops(subject: Subject, level: Level) -> Sequence[GraphCase]:
-    return [case for case in _graph_cases(subject, "smoke") if all(slot == NONE for slot in case.slots)]
+    return [
+        case for case in _graph_cases(subject, "smoke") if all(slot == NONE for slot in case.slots)
+    ]
 
 
 @DENSE.check(
@@ -391,7 +442,8 @@ def graph_ops(subject: Subject, case: GraphCase) -> None:
         rig = Rig(subject, case)
         rig.load(case.lengths, case.slots, logits=((0,) * len(case.lengths),))
         captured = Captured(
-            subject.device, lambda: rig.backend.lm_head(rig.x, rig.pool.base, rig.pool.weights, logits_pass=0)
+            subject.device,
+            lambda: rig.backend.lm_head(rig.x, rig.pool.base, rig.pool.weights, logits_pass=0),
         )
         for lengths, slots in case.batches():
             kept = tuple(min(1, length) for length in lengths)
@@ -401,20 +453,24 @@ def graph_ops(subject: Subject, case: GraphCase) -> None:
             problem.assert_linear(captured.result, what, kept)
     if claims.supports(Op.EMBEDDING):
         _embedding_in_graph(Rig(subject, case, embedding=True))
-    extras = {Op.DORA: "output_scale", Op.BIAS: "bias"}
-    for op, name in extras.items():
-        if claims.supports(op):
-            values = torch.rand(4, 49, generator=torch.Generator().manual_seed(3)).to(subject.device) + 0.5
-            _linear_in_graph(Rig(subject, case), case, op.value, **{name: values})
+    values = torch.rand(4, 49, generator=torch.Generator().manual_seed(3)).to(subject.device) + 0.5
+    if claims.supports(Op.DORA):
+        _linear_in_graph(Rig(subject, case), case, "output_scale", output_scale=values)
+    if claims.supports(Op.BIAS):
+        _linear_in_graph(Rig(subject, case), case, "a bias", bias=values)
     if claims.supports(Op.FULL_WEIGHT):
         rig = Rig(subject, case)
         whole = torch.randn(49, 40, generator=torch.Generator().manual_seed(4)) / 6
-        _linear_in_graph(rig, case, "full weights", full={1: whole.to(rig.pool.dtype).to(subject.device)})
+        _linear_in_graph(
+            rig, case, "full weights", full={1: whole.to(rig.pool.dtype).to(subject.device)}
+        )
     if claims.supports(Op.SCALES):
         _linear_in_graph(Rig(subject, case), case, "scales", scaled=True)
 
 
-def _linear_in_graph(rig: Rig, case: GraphCase, what: str, *, scaled: bool = False, **parts: Any) -> None:
+def _linear_in_graph(
+    rig: Rig, case: GraphCase, what: str, *, scaled: bool = False, **parts: Any
+) -> None:
     rig.pool.weights = dataclasses.replace(rig.pool.weights, **parts)
     rig.load(case.lengths, case.slots)
     captured = Captured(rig.subject.device, rig.linear)
@@ -422,7 +478,9 @@ def _linear_in_graph(rig: Rig, case: GraphCase, what: str, *, scaled: bool = Fal
         scales = tuple(0.5 + i for i in range(len(lengths))) if scaled else None
         problem = rig.load(lengths, slots, scales=scales)
         captured.replay()
-        rig.assert_replayed(problem, captured.result, f"linear with {what} in a graph, slots {list(slots)}")
+        rig.assert_replayed(
+            problem, captured.result, f"linear with {what} in a graph, slots {list(slots)}"
+        )
 
 
 def _embedding_in_graph(rig: Rig) -> None:
@@ -451,10 +509,11 @@ def no_reads_by_host(subject: Subject, case: DenseCase) -> None:
     problem = Problem(subject, case)
     backend = subject.new()
     batches: list[tuple[LoRABatch, GraphKind | None]] = [(case.batch, None)]
-    for kind in sorted(subject.capabilities.graphs):
-        backend.init_graph(kind, max_requests=_REQUESTS, max_tokens=_TOKENS)
-        lengths = (1, 0, 1, 1, 1, 1) if kind == "decode" else case.lengths
-        batches.append((dataclasses.replace(case.batch, mode=kind, lengths=lengths), kind))
+    for claimed_kind in sorted(subject.capabilities.graphs):
+        backend.init_graph(claimed_kind, max_requests=_REQUESTS, max_tokens=_TOKENS)
+        lengths = (1, 0, 1, 1, 1, 1) if claimed_kind == "decode" else case.lengths
+        batch = dataclasses.replace(case.batch, mode=claimed_kind, lengths=lengths)
+        batches.append((batch, claimed_kind))
     for batch, kind in batches * 2:  # the first round compiles and allocates staging
         backend.prepare_batch(batch, graph=kind)
         backend.linear(problem.x, problem.base, problem.weights)

@@ -4,6 +4,7 @@ A smoke grid takes seconds in plain torch, and minutes in an interpreter of kern
 grid repeats it in every dtype and adds sizes; what only a GPU's memory can hold is `large`.
 """
 
+# ruff: noqa: ARG001 - checks and their cases share one signature
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +19,19 @@ from lora_core.testing.subject import Subject
 NONE = NO_LORA
 
 PLAIN = DenseCase()
-MIXED = DenseCase(lengths=(4, 0, 3, 1, 2, 2), slots=(0, 1, 2, 3, NONE, 4), ranks=(3, 8, 8, 1, 0, 5), K=100, widths=(52,))
-HOLES = DenseCase(lengths=(1, 3, 2, 1), slots=(NONE, 0, NONE, 1), ranks=(5, 2, 8), K=40, widths=(49,))
-MANY = DenseCase(lengths=(1,) * 8, slots=(1, 2, 3, 2, 3, 2, 3, 3), ranks=(8, 4, 8, 7), mode="decode")
+MIXED = DenseCase(
+    lengths=(4, 0, 3, 1, 2, 2),
+    slots=(0, 1, 2, 3, NONE, 4),
+    ranks=(3, 8, 8, 1, 0, 5),
+    K=100,
+    widths=(52,),
+)
+HOLES = DenseCase(
+    lengths=(1, 3, 2, 1), slots=(NONE, 0, NONE, 1), ranks=(5, 2, 8), K=40, widths=(49,)
+)
+MANY = DenseCase(
+    lengths=(1,) * 8, slots=(1, 2, 3, 2, 3, 2, 3, 3), ranks=(8, 4, 8, 7), mode="decode"
+)
 PACKED = DenseCase(
     lengths=(2, 1, 3, 1, 2, 1, 1),
     slots=(0, 1, 2, 3, NONE, 4, 5),
@@ -41,19 +52,49 @@ SHAPES: tuple[DenseCase, ...] = (
     DenseCase(lengths=(3, 2), slots=(NONE, NONE), ranks=(4,)),
     DenseCase(lengths=(1,), slots=(2,), ranks=(8, 8, 3), K=7, widths=(7,)),
     DenseCase(lengths=(2,), slots=(0,), ranks=(1,), R=1, K=100, widths=(100,)),
-    DenseCase(lengths=(5, 2), slots=(1, 0), ranks=(13, 16), R=16, K=129, widths=(65, 3, 70), bias=True),
-    DenseCase(lengths=(2, 2, 1), slots=(0, 1, NONE), ranks=((0, 0, 0, 4), (8, 1, 0, 3)), widths=(24, 8, 17, 40)),
+    DenseCase(
+        lengths=(5, 2), slots=(1, 0), ranks=(13, 16), R=16, K=129, widths=(65, 3, 70), bias=True
+    ),
+    DenseCase(
+        lengths=(2, 2, 1),
+        slots=(0, 1, NONE),
+        ranks=((0, 0, 0, 4), (8, 1, 0, 3)),
+        widths=(24, 8, 17, 40),
+    ),
     DenseCase(lengths=(3, 2), slots=(1, 0), ranks=((3, 7), (8, 8)), widths=(40, 40), padding=3),
-    DenseCase(lengths=(4, 1, 2), slots=(1, NONE, 0), ranks=(5, 8), K=64, widths=(48,), strided=True, bias=True),
-    DenseCase(lengths=(3, 0, 2), slots=(2, 1, 0), ranks=(4, 8, 7), K=50, widths=(30, 18), layout="own"),
+    DenseCase(
+        lengths=(4, 1, 2),
+        slots=(1, NONE, 0),
+        ranks=(5, 8),
+        K=64,
+        widths=(48,),
+        strided=True,
+        bias=True,
+    ),
+    DenseCase(
+        lengths=(3, 0, 2), slots=(2, 1, 0), ranks=(4, 8, 7), K=50, widths=(30, 18), layout="own"
+    ),
     DenseCase(lengths=(3, 4, 2), slots=(0, NONE, 1), ranks=(4, 8), mode="verify"),
     DenseCase(lengths=(2, 2), slots=(0, 1), ranks=(8, 8), K=128, widths=(32,), ones=True),
 )
 
 LARGER: tuple[DenseCase, ...] = (
     DenseCase(lengths=(3, 2), slots=(1, 0), ranks=(8, 16), R=16, K=2049, widths=(300,)),
-    DenseCase(lengths=(70, 1, 0, 59), slots=(0, 1, 2, NONE), ranks=(32, 17, 9), R=32, K=256, widths=(192, 64, 64)),
-    DenseCase(lengths=(1,) * 33, slots=tuple(i % 5 - 1 for i in range(33)), ranks=(8, 64, 1, 32), R=64, mode="decode"),
+    DenseCase(
+        lengths=(70, 1, 0, 59),
+        slots=(0, 1, 2, NONE),
+        ranks=(32, 17, 9),
+        R=32,
+        K=256,
+        widths=(192, 64, 64),
+    ),
+    DenseCase(
+        lengths=(1,) * 33,
+        slots=tuple(i % 5 - 1 for i in range(33)),
+        ranks=(8, 64, 1, 32),
+        R=64,
+        mode="decode",
+    ),
     DenseCase(lengths=(2, 2), slots=(0, 1), ranks=(1, 2), R=16, K=4096, widths=(32,), ones=True),
     DenseCase(lengths=(40, 3), slots=(0, 1), ranks=(8, 8), K=64, widths=(64,), layout="own"),
     DenseCase(lengths=(64, 1), slots=(1, 0), ranks=(8, 8), K=64, widths=(520,), strided=True),
@@ -82,7 +123,9 @@ def fits(subject: Subject, case: DenseCase) -> bool:
     )
 
 
-def claimed(subject: Subject, shapes: Iterable[DenseCase], *, every_dtype: bool = True) -> list[DenseCase]:
+def claimed(
+    subject: Subject, shapes: Iterable[DenseCase], *, every_dtype: bool = True
+) -> list[DenseCase]:
     """Those of `shapes` that fit, in every claimed dtype or in the first."""
     kinds = dtypes(subject)[: None if every_dtype else 1]
     return [shape.but(dtype=dtype) for dtype in kinds for shape in shapes if fits(subject, shape)]
@@ -118,5 +161,11 @@ def _extremes(subject: Subject) -> tuple[DenseCase, ...]:
     slices = min(claims.max_slices or 8, 16)
     return (
         DenseCase(lengths=(3, 1), slots=(0, 1), ranks=(rank, 1), R=rank, K=64, widths=(48,)),
-        DenseCase(lengths=(3, 1), slots=(0, 1), ranks=(8, 3), K=64, widths=(16, 5) * (slices // 2) + (9,) * (slices % 2)),
+        DenseCase(
+            lengths=(3, 1),
+            slots=(0, 1),
+            ranks=(8, 3),
+            K=64,
+            widths=(16, 5) * (slices // 2) + (9,) * (slices % 2),
+        ),
     )

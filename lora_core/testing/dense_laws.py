@@ -1,9 +1,11 @@
 """Laws: what must hold bit for bit whatever the values are."""
 
+# ruff: noqa: ARG001 - checks and their cases share one signature
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +15,18 @@ from lora_core.backend import LoRABackend
 from lora_core.testing.compare import assert_same_bits
 from lora_core.testing.dense_case import DenseCase, Problem
 from lora_core.testing.dense_family import DENSE
-from lora_core.testing.dense_grid import HOLES, LARGER, LONG, MANY, MIXED, NONE, PACKED, PLAIN, claimed, few
+from lora_core.testing.dense_grid import (
+    HOLES,
+    LARGER,
+    LONG,
+    MANY,
+    MIXED,
+    NONE,
+    PACKED,
+    PLAIN,
+    claimed,
+    few,
+)
 from lora_core.testing.engine import Level
 from lora_core.testing.subject import Subject
 
@@ -44,8 +57,13 @@ def _assert_request(
     for op in ops:
         left, right = actual[op][rows[0]], expected[op][rows[1]]
         if op == "shrink":
-            ranks = problem.case.slice_ranks[slot] if slot != NONE else [0] * len(problem.case.widths)
-            live = torch.arange(left.shape[-1], device=left.device) < torch.tensor(ranks, device=left.device)[:, None]
+            ranks = (
+                problem.case.slice_ranks[slot] if slot != NONE else [0] * len(problem.case.widths)
+            )
+            live = (
+                torch.arange(left.shape[-1], device=left.device)
+                < torch.tensor(ranks, device=left.device)[:, None]
+            )
             left, right = left[:, live], right[:, live]
         assert_same_bits(left, right, f"{op} of request {request} (slot {slot}) {why}")
 
@@ -86,14 +104,15 @@ def neighbours(subject: Subject, case: DenseCase) -> None:
 
         bare = tuple(slot if i == request else NONE for i, slot in enumerate(case.slots))
         turned = tuple(
-            slot if i == request else (slot + 1) % len(case.ranks) for i, slot in enumerate(case.slots)
+            slot if i == request else (slot + 1) % len(case.ranks)
+            for i, slot in enumerate(case.slots)
         )
         variants: list[tuple[str, DenseCase, Callable[[Problem], None]]] = [
             ("when the other requests' values are NaN", case, values),
             ("when the other adapters are NaN", case, weights),
             ("when the other adapters have other ranks", case, ranks),
-            ("when the other requests use the base model", case.but(slots=bare), lambda problem: None),
-            ("when the other requests use other adapters", case.but(slots=turned), lambda problem: None),
+            ("when the other requests use the base model", case.but(slots=bare), Problem.arm),
+            ("when the other requests use other adapters", case.but(slots=turned), Problem.arm),
         ]
         for why, changed, change in variants:
             problem = Problem(subject, case)
@@ -133,15 +152,24 @@ def base_rows(subject: Subject, case: DenseCase) -> None:
     zero = torch.full_like(expanded, -0.0)
     spans = [*_spans(case.lengths), slice(case.tokens, case.tokens + 2)]
     for rows, slot in zip(spans, (*case.slots, NONE), strict=True):
-        for s, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for s, (begin, end) in enumerate(pairwise(offsets)):
             if slot == NONE or case.slice_ranks[slot][s] == 0:
                 what = f"rows {rows.start}..{rows.stop} (slot {slot}), slice {s}"
-                assert_same_bits(expanded[rows, begin:end], zero[rows, begin:end], f"expand into -0.0, {what}")
+                assert_same_bits(
+                    expanded[rows, begin:end], zero[rows, begin:end], f"expand into -0.0, {what}"
+                )
                 if rows.start < case.tokens or not subject.capabilities.owns_base:
-                    assert_same_bits(linear[rows, begin:end], base[rows, begin:end], f"linear, {what}")
+                    assert_same_bits(
+                        linear[rows, begin:end], base[rows, begin:end], f"linear, {what}"
+                    )
 
 
-@DENSE.check("N3", "N2", cases=few, cause="a shortcut that is taken by the batch's length and not by its adapters")
+@DENSE.check(
+    "N3",
+    "N2",
+    cases=few,
+    cause="a shortcut that is taken by the batch's length and not by its adapters",
+)
 def no_adapters(subject: Subject, case: DenseCase) -> None:
     """A batch without adapters, one of rank 0 only, and an empty one leave the base's own bits."""
     for why, changed in (
@@ -158,9 +186,13 @@ def no_adapters(subject: Subject, case: DenseCase) -> None:
         out = problem.out(fill=-0.0)
         with problem.guarded(backend):
             expanded = backend.expand(problem.hidden(), problem.weights, out.tensor)
-        assert_same_bits(expanded, torch.full_like(expanded, -0.0), f"expand into -0.0 of a batch {why}")
+        assert_same_bits(
+            expanded, torch.full_like(expanded, -0.0), f"expand into -0.0 of a batch {why}"
+        )
         linear = problem.linear(backend)
-        assert linear.shape[0] == changed.rows, f"linear of a batch {why} returned {linear.shape[0]} rows"
+        assert linear.shape[0] == changed.rows, (
+            f"linear of a batch {why} returned {linear.shape[0]} rows"
+        )
         if not subject.capabilities.owns_base:
             assert_same_bits(linear, problem.base.value(problem.x), f"linear of a batch {why}")
 
@@ -192,7 +224,12 @@ def garbage(subject: Subject, case: DenseCase) -> None:
     for request, rows in enumerate(_spans(case.lengths)):
         for result in results[1:]:
             _assert_request(
-                result, results[0], problem, request, (rows, rows), "with other garbage in unused places"
+                result,
+                results[0],
+                problem,
+                request,
+                (rows, rows),
+                "with other garbage in unused places",
             )
     padded = problem.out().tensor[case.tokens :]
     for result in results:
@@ -211,12 +248,16 @@ def repeated(subject: Subject, case: DenseCase) -> None:
     for attempt in range(4 if subject.interpreted else 12):
         again = backend.linear(problem.x, problem.base, problem.weights)
         live = slice(0, case.tokens)
-        assert_same_bits(again[live], first["linear"][live], f"linear, run {attempt + 2} of the same batch")
+        assert_same_bits(
+            again[live], first["linear"][live], f"linear, run {attempt + 2} of the same batch"
+        )
     for request, rows in enumerate(_spans(case.lengths)):
         _assert_request(_run(subject, problem), first, problem, request, (rows, rows), "run again")
 
 
-@DENSE.check("N9", cases=few, cause="the delta replaces rows of the base's output instead of being added")
+@DENSE.check(
+    "N9", cases=few, cause="the delta replaces rows of the base's output instead of being added"
+)
 def zero_b(subject: Subject, case: DenseCase) -> None:
     """With B of zeros, linear has the base's values."""
     problem = Problem(subject, case)
@@ -254,7 +295,10 @@ class Pair:
 
 
 def _pairs(subject: Subject, level: Level) -> Sequence[Pair]:
-    both = [(claimed(subject, (a,), every_dtype=False), claimed(subject, (b,), every_dtype=False)) for a, b in _PAIRS]
+    both = [
+        (claimed(subject, (a,), every_dtype=False), claimed(subject, (b,), every_dtype=False))
+        for a, b in _PAIRS
+    ]
     return [Pair(a[0], b[0]) for a, b in both if a and b]
 
 
@@ -276,12 +320,18 @@ def call_order(subject: Subject, case: Pair) -> None:
             live = slice(0, problem.case.tokens)
             problem.assert_linear(result, f"the {name} batch, in order {order}")
             if subject.capabilities.deterministic:
-                assert_same_bits(result[live], alone[name][live], f"the {name} batch, in order {order}")
+                assert_same_bits(
+                    result[live], alone[name][live], f"the {name} batch, in order {order}"
+                )
             backend.reset_batch_state()
 
 
 def _batches(subject: Subject, level: Level) -> Sequence[DenseCase]:
-    shapes = (MIXED, PACKED, LONG) if level == "smoke" else (MIXED, PACKED, LONG, HOLES, MANY, LARGER[1], LARGER[2])
+    shapes = (
+        (MIXED, PACKED, LONG)
+        if level == "smoke"
+        else (MIXED, PACKED, LONG, HOLES, MANY, LARGER[1], LARGER[2])
+    )
     return claimed(subject, shapes, every_dtype=level != "smoke")
 
 
@@ -303,9 +353,18 @@ def other_batches(subject: Subject, case: DenseCase) -> None:
 
     arrangements = [("permuted", [(i, case.lengths[i]) for i in permuted])]
     if mode == "prefill":
-        arrangements += [(f"request {i} alone", [(i, case.lengths[i])]) for i in order if case.lengths[i]]
-        arrangements += [("lengthened by copies of its neighbours", [(i, case.lengths[i]) for i in order + order])]
-        halves = [(i, part) for i in order for part in (case.lengths[i] // 2, -(-case.lengths[i] // 2))]
+        arrangements += [
+            (f"request {i} alone", [(i, case.lengths[i])]) for i in order if case.lengths[i]
+        ]
+        arrangements += [
+            (
+                "lengthened by copies of its neighbours",
+                [(i, case.lengths[i]) for i in order + order],
+            )
+        ]
+        halves = [
+            (i, part) for i in order for part in (case.lengths[i] // 2, -(-case.lengths[i] // 2))
+        ]
         arrangements += [("split in two requests each", halves)]
     for why, parts in arrangements:
         taken: dict[int, int] = {}
@@ -315,7 +374,9 @@ def other_batches(subject: Subject, case: DenseCase) -> None:
             taken[i] = taken.get(i, 0) + length
             rows += range(begin, begin + length)
         changed = case.but(
-            lengths=tuple(n for _, n in parts), slots=tuple(case.slots[i] for i, _ in parts), mode=mode
+            lengths=tuple(n for _, n in parts),
+            slots=tuple(case.slots[i] for i, _ in parts),
+            mode=mode,
         )
         other = Problem(subject, case)
         other.case = changed
@@ -332,7 +393,9 @@ def other_batches(subject: Subject, case: DenseCase) -> None:
         other.assert_linear(result, f"linear {why}")
 
 
-@DENSE.check("R2", cases=few, cause="state kept on the class or in the module instead of the instance")
+@DENSE.check(
+    "R2", cases=few, cause="state kept on the class or in the module instead of the instance"
+)
 def two_instances(subject: Subject, case: DenseCase) -> None:
     """Two instances with batches of their own do not disturb each other."""
     turned = case.but(slots=tuple(reversed(case.slots)), lengths=tuple(reversed(case.lengths)))
@@ -344,4 +407,6 @@ def two_instances(subject: Subject, case: DenseCase) -> None:
     for backend, problem in zip(backends, problems, strict=True):
         problem.assert_linear(problem.linear(backend), "linear beside another instance's batch")
     backends[1].reset_batch_state()
-    problems[0].assert_linear(problems[0].linear(backends[0]), "linear after another instance's reset")
+    problems[0].assert_linear(
+        problems[0].linear(backends[0]), "linear after another instance's reset"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,18 @@ from lora_core.testing import oracle
 from lora_core.testing.compare import assert_close, assert_same_bits
 from lora_core.testing.dense_case import DenseCase, Problem
 from lora_core.testing.dense_family import DENSE
-from lora_core.testing.dense_grid import HOLES, LARGER, LONG, MANY, MIXED, NONE, PACKED, PLAIN, claimed, grid
+from lora_core.testing.dense_grid import (
+    HOLES,
+    LARGER,
+    LONG,
+    MANY,
+    MIXED,
+    NONE,
+    PACKED,
+    PLAIN,
+    claimed,
+    grid,
+)
 from lora_core.testing.engine import Level
 from lora_core.testing.subject import Subject
 
@@ -28,7 +39,9 @@ def linear(subject: Subject, case: DenseCase) -> None:
     problem = Problem(subject, case)
     backend = problem.prepared(subject)
     result = problem.linear(backend)
-    assert result.shape[0] == case.rows, f"linear got {case.rows} rows and returned {result.shape[0]}"
+    assert result.shape[0] == case.rows, (
+        f"linear got {case.rows} rows and returned {result.shape[0]}"
+    )
     problem.assert_linear(result)
 
 
@@ -46,7 +59,9 @@ def shrink(subject: Subject, case: DenseCase) -> None:
     problem.assert_fresh(h, backend)
     assert isinstance(h, torch.Tensor), f"shrink returned {h!r}"
     expected_shape = (case.rows, len(case.widths), case.R)
-    assert tuple(h.shape) == expected_shape, f"shrink returned {tuple(h.shape)}, expected {expected_shape}"
+    assert tuple(h.shape) == expected_shape, (
+        f"shrink returned {tuple(h.shape)}, expected {expected_shape}"
+    )
     expected = oracle.shrink(problem.x[: case.tokens], problem.weights, case.lengths, case.slots)
     assert_close(h[: case.tokens], expected, problem.plain_shrink(), "shrink", problem.where())
 
@@ -69,15 +84,23 @@ def expand(subject: Subject, case: DenseCase) -> None:
     live = before[: case.tokens]
     delta = oracle.delta(h[: case.tokens], problem.weights, case.lengths, case.slots, case.scales)
     assert_close(
-        result[: case.tokens], live.double() + delta, problem.plain_expand(h, live), "expand", problem.where()
+        result[: case.tokens],
+        live.double() + delta,
+        problem.plain_expand(h, live),
+        "expand",
+        problem.where(),
     )
-    assert_same_bits(result[case.tokens :], before[case.tokens :], "padded rows of out", problem.where())
+    assert_same_bits(
+        result[case.tokens :], before[case.tokens :], "padded rows of out", problem.where()
+    )
 
 
 def _embedding_grid(subject: Subject, level: Level) -> Sequence[DenseCase]:
     if not subject.capabilities.supports(Op.EMBEDDING):
         return ()
-    shapes = [case.but(K=61) for case in (MIXED, HOLES, MANY, LONG)] + [PLAIN.but(padding=2, layout="own")]
+    shapes = [case.but(K=61) for case in (MIXED, HOLES, MANY, LONG)] + [
+        PLAIN.but(padding=2, layout="own")
+    ]
     if subject.capabilities.supports(Op.SCALES):
         shapes.append(PLAIN.but(scales=(0.5, 2.0)))
     return claimed(subject, shapes, every_dtype=level != "smoke")
@@ -135,17 +158,23 @@ def lm_head(subject: Subject, case: DenseCase) -> None:
         problem.assert_linear(result, what, lengths, x[: sum(lengths)])
 
 
-def _feature_grid(op: Op, *shapes: DenseCase) -> object:
+def _feature_grid(op: Op, *shapes: DenseCase) -> Callable[[Subject, Level], Sequence[DenseCase]]:
     def cases(subject: Subject, level: Level) -> Sequence[DenseCase]:
         if not subject.capabilities.supports(op):
             return ()
-        more = [shape.but(padding=3, bias=not shape.bias) for shape in shapes] if level != "smoke" else []
+        more = (
+            [shape.but(padding=3, bias=not shape.bias) for shape in shapes]
+            if level != "smoke"
+            else []
+        )
         return claimed(subject, [*shapes, *more], every_dtype=level != "smoke")
 
     return cases
 
 
-def _with_extras(problem: Problem, *, dora: bool = False, bias: bool = False, full: Sequence[int] = ()) -> None:
+def _with_extras(
+    problem: Problem, *, dora: bool = False, bias: bool = False, full: Sequence[int] = ()
+) -> None:
     """Give the problem's weights the optional parts; NaN in slots that the batch does not use."""
     case, device = problem.case, problem.device
     generator = torch.Generator().manual_seed(case.seed + 5)
@@ -158,7 +187,9 @@ def _with_extras(problem: Problem, *, dora: bool = False, bias: bool = False, fu
         return torch.where(used, drawn, torch.nan).to(device)
 
     wholes = {
-        slot: (torch.randn(problem.base.weight.shape, generator=generator) * case.K**-0.5).to(problem.dtype).to(device)
+        slot: (torch.randn(problem.base.weight.shape, generator=generator) * case.K**-0.5)
+        .to(problem.dtype)
+        .to(device)
         for slot in full
     }
     problem.weights = dataclasses.replace(
@@ -178,7 +209,9 @@ def _run_with_extras(subject: Subject, problem: Problem) -> None:
     for length, slot in zip(problem.case.lengths, problem.case.slots, strict=True):
         rows = slice(begin, begin + length)
         if slot == NONE and not subject.capabilities.owns_base:
-            assert_same_bits(result[rows], untouched[rows], "rows without an adapter", problem.where())
+            assert_same_bits(
+                result[rows], untouched[rows], "rows without an adapter", problem.where()
+            )
         begin += length
 
 
@@ -294,7 +327,7 @@ def far_slots(subject: Subject, case: DenseCase) -> None:
         buffer = torch.empty(extent, dtype=near.dtype, device=near.device)
         far[name] = buffer.as_strided(near.shape, (_FAR, *near.stride()[1:]))
         far[name].copy_(near)
-    problem.weights = dataclasses.replace(plain, **far)
+    problem.weights = dataclasses.replace(plain, a=far["a"], b=far["b"])
     problem.assert_linear(problem.linear(problem.prepared(subject)))
 
 
@@ -308,22 +341,34 @@ def far_rows(subject: Subject, case: DenseCase) -> None:
     problem = Problem(subject, case)
     extent = (case.rows - 1) * _FAR + max(case.K, problem.layout.out_features)
     subject.require_bytes(2 * extent * problem.x.element_size())
-    x = torch.empty(extent, dtype=problem.dtype, device=problem.device).as_strided((case.rows, case.K), (_FAR, 1))
+    x = torch.empty(extent, dtype=problem.dtype, device=problem.device).as_strided(
+        (case.rows, case.K), (_FAR, 1)
+    )
     problem.x = x.copy_(problem.x)
     problem.assert_linear(problem.linear(problem.prepared(subject)), "linear with far rows of x")
 
     h, near = problem.hidden(), problem.out().tensor
-    out = torch.empty(extent, dtype=problem.dtype, device=problem.device).as_strided(near.shape, (_FAR, 1))
+    out = torch.empty(extent, dtype=problem.dtype, device=problem.device).as_strided(
+        near.shape, (_FAR, 1)
+    )
     out.copy_(near)
     problem.prepared(subject).expand(h, problem.weights, out)
     delta = oracle.delta(h, problem.weights, case.lengths, case.slots)
-    assert_close(out, near.double() + delta, problem.plain_expand(h, near), "expand into far rows", problem.where())
+    assert_close(
+        out,
+        near.double() + delta,
+        problem.plain_expand(h, near),
+        "expand into far rows",
+        problem.where(),
+    )
 
 
 def _large_grid(subject: Subject, level: Level) -> Sequence[DenseCase]:
     if level != "large":
         return ()
-    shape = DenseCase(lengths=(131000, 80), slots=(0, 1), ranks=(16, 16), R=16, K=16384, widths=(64,))
+    shape = DenseCase(
+        lengths=(131000, 80), slots=(0, 1), ranks=(16, 16), R=16, K=16384, widths=(64,)
+    )
     half = [case for case in claimed(subject, (shape, LARGER[1])) if case.dtype != "float32"]
     return half[:1]
 

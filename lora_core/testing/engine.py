@@ -5,6 +5,7 @@ be called from a REPL. A family (dense, experts) is a set of checks of one contr
 (the pytest class, the shell command, the mutants) only chooses instances of checks and runs them.
 """
 
+# ruff: noqa: ARG001 - checks and their cases share one signature
 from __future__ import annotations
 
 import traceback
@@ -23,11 +24,11 @@ Level = Literal["smoke", "standard", "large"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 
-class CheckFailed(AssertionError):
+class CheckFailed(AssertionError):  # noqa: N818 - an outcome, not an error
     """A backend failed a check; the message says which clause, what differs, and the usual cause."""
 
 
-class Violation(AssertionError):
+class Violation(AssertionError):  # noqa: N818 - of a clause
     """A broken rule that has a clause of its own, whichever check ran into it."""
 
     def __init__(self, clause: str, message: str) -> None:
@@ -51,7 +52,8 @@ class Case(Protocol):
     """What a check is run on: any value with a readable id and a repr that can be pasted."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """Unique among the cases of a check."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ class Family(Generic[SubjectT]):
             name = run.__name__
             unknown = [clause for clause in clauses if clause not in CLAUSES]
             if unknown or not clauses:
-                raise ContractError(f"check {name!r} cites clauses {unknown or 'none'}: see docs/contract.md")
+                raise ContractError(
+                    f"check {name!r} cites clauses {unknown or 'none'}: see docs/contract.md"
+                )
             if name in self._checks:
                 raise ContractError(f"two {self.name} checks are named {name!r}")
             self._checks[name] = Check(name, run, clauses, cases, since, cause)
@@ -180,7 +184,7 @@ class Family(Generic[SubjectT]):
         Raises:
             ContractError: two cases of a check share an id.
         """
-        instances = []
+        instances: list[Instance[SubjectT]] = []
         for check in self.checks.values():
             cases = check.cases(subject, level)
             ids = [case.id for case in cases]
@@ -224,7 +228,9 @@ def refuse_unknown(
         )
     silent = sorted(key for key, reason in expected.items() if not reason.strip())
     if silent:
-        raise ContractError(f"{where}.expected_failures gives no reason for {', '.join(map(repr, silent))}")
+        raise ContractError(
+            f"{where}.expected_failures gives no reason for {', '.join(map(repr, silent))}"
+        )
 
 
 def run_instance(instance: Instance[SubjectT], subject: SubjectT) -> None:
@@ -268,4 +274,7 @@ def describe(instance: Instance[Any], subject: SubjectLike, error: BaseException
 def _where(error: BaseException) -> str:
     """The innermost places of a traceback, for runs that show no traceback."""
     frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)[-3:]
-    return " <- ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in reversed(list(frames)))
+    return " <- ".join(
+        f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}"
+        for frame in reversed(list(frames))
+    )

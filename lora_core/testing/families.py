@@ -12,6 +12,7 @@ from lora_core.testing.engine import Family
 
 _HOMES: dict[FamilyName, tuple[str, str]] = {
     "dense": ("lora_core.testing.dense_family", "DENSE"),
+    "moe": ("lora_core.testing.moe_family", "MOE"),
 }
 
 

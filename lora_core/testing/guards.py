@@ -33,16 +33,20 @@ def poison(tensor: Tensor) -> None:
     if tensor.dtype.is_floating_point:
         tensor.fill_(torch.nan)
     elif tensor.dtype == torch.bool:
-        tensor.fill_(True)  # noqa: FBT003
+        tensor.fill_(True)
     else:
         tensor.fill_(INT_POISON if tensor.dtype.is_signed else 0xF9)
 
 
-class PoisonedAllocations(TorchDispatchMode):
+class PoisonedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it so
     """Inside, memory that torch calls uninitialised is full of NaN."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY and result.device.type != "meta":
@@ -153,16 +157,35 @@ class HostReads(TorchFunctionMode):
     """
 
     _READS = frozenset(
-        {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "nonzero", "equal"}
+        {
+            "item",
+            "tolist",
+            "numpy",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "__array__",
+            "nonzero",
+            "equal",
+        }
     )
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in self._READS or (name in {"cpu", "to"} and self._leaves_device(name, args, kwargs or {})):
+        if name in self._READS or (
+            name in {"cpu", "to"} and self._leaves_device(name, args, kwargs or {})
+        ):
             shape = tuple(args[0].shape)
-            raise Violation("R1", f"the host read a tensor's values: Tensor.{name}() of shape {shape}")
+            raise Violation(
+                "R1", f"the host read a tensor's values: Tensor.{name}() of shape {shape}"
+            )
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -170,10 +193,14 @@ class HostReads(TorchFunctionMode):
         if name == "cpu":
             return True
         targets = [*args[1:], *kwargs.values()]
-        return any(
-            (isinstance(t, str) and t.startswith("cpu")) or (isinstance(t, torch.device) and t.type == "cpu")
-            for t in targets
-        ) and args[0].device.type != "cpu"
+        return (
+            any(
+                (isinstance(t, str) and t.startswith("cpu"))
+                or (isinstance(t, torch.device) and t.type == "cpu")
+                for t in targets
+            )
+            and args[0].device.type != "cpu"
+        )
 
 
 @contextmanager

@@ -44,8 +44,14 @@ def delta(
             if live:
                 b = weights.b[slot, begin : begin + width, :live].double()
                 # float32 scales: what the device is given
-                factor = 1.0 if scales is None else torch.tensor(scales[request], dtype=torch.float32).item()
-                total[rows, begin : begin + width] = scalings[slot][s] * factor * (h[rows, s, :live].double() @ b.T)
+                factor = (
+                    1.0
+                    if scales is None
+                    else torch.tensor(scales[request], dtype=torch.float32).item()
+                )
+                total[rows, begin : begin + width] = (
+                    scalings[slot][s] * factor * (h[rows, s, :live].double() @ b.T)
+                )
             begin += width
     return total
 
@@ -83,7 +89,9 @@ def embedding(
 ) -> Tensor:
     """`table[id] + scaling * B @ A[slot, id]`, float64 `[T', N]`."""
     out = table.double()[ids]
-    h = torch.full((len(ids), 1, weights.max_rank), torch.nan, dtype=torch.float64, device=ids.device)
+    h = torch.full(
+        (len(ids), 1, weights.max_rank), torch.nan, dtype=torch.float64, device=ids.device
+    )
     for rows, slot, _ in _requests(lengths, slots):
         if slot in weights.full:
             out[rows] = weights.full[slot].double()[ids[rows]]

@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than about five seconds")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drop checks without a case: their level is higher, or the op is unclaimed and tested to refuse."""
     idle = [item for item in items if _has_no_case(item)]
     if idle:

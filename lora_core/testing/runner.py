@@ -19,8 +19,8 @@ import torch
 from lora_core import __version__
 from lora_core.contract import CONTRACT_VERSION
 from lora_core.testing import engine
-from lora_core.testing.families import family_of
 from lora_core.testing.engine import CheckFailed, Family, Instance, Level, NotRunHere
+from lora_core.testing.families import family_of
 
 Outcome = Literal["passed", "failed", "not_run_for_hardware", "expected_failure", "preview_failed"]
 
@@ -57,14 +57,20 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         failed = [{"id": result.id, "message": result.detail} for result in self.of("failed")]
-        missing = [{"id": result.id, "reason": result.detail} for result in self.of("not_run_for_hardware")]
+        missing = [
+            {"id": result.id, "reason": result.detail} for result in self.of("not_run_for_hardware")
+        ]
         return {
             "backend": self.backend,
             "passed": [result.id for result in self.of("passed")],
             "failed": failed,
             "not_run_for_hardware": missing,
-            "expected_failures": [{"id": r.id, "reason": r.detail} for r in self.of("expected_failure")],
-            "previews_failed": [{"id": r.id, "message": r.detail} for r in self.of("preview_failed")],
+            "expected_failures": [
+                {"id": r.id, "reason": r.detail} for r in self.of("expected_failure")
+            ],
+            "previews_failed": [
+                {"id": r.id, "message": r.detail} for r in self.of("preview_failed")
+            ],
             "device": self.device,
             "level": self.level,
             "seconds": round(sum(result.seconds for result in self.results), 3),
@@ -106,7 +112,9 @@ def run(
     report = Report(subject.label, subject.contract, _describe(subject.device), level)
     if subject.unavailable is not None:
         names = list(family.checks)
-        report.results = [Result(name, "not_run_for_hardware", str(subject.unavailable)) for name in names]
+        report.results = [
+            Result(name, "not_run_for_hardware", str(subject.unavailable)) for name in names
+        ]
         return report
     engine.refuse_unknown(family, subject, expected, "this run")
     shown = _Progress(progress)
@@ -137,7 +145,10 @@ def _outcome(instance: Instance[Any], subject: Any, expected: Mapping[str, str])
             outcome, detail = "expected_failure", reason
     else:
         if reason is not None:
-            outcome, detail = "failed", f"it passes but is expected to fail ({reason}): remove the expectation"
+            outcome, detail = (
+                "failed",
+                f"it passes but is expected to fail ({reason}): remove the expectation",
+            )
     return Result(instance.id, outcome, detail, time.perf_counter() - began)
 
 
@@ -159,7 +170,9 @@ class _Progress:
         if self._stream is not None and self._results:
             counts = Counter(result.outcome for result in self._results)
             seconds = sum(result.seconds for result in self._results)
-            told = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in counts.items())
+            told = ", ".join(
+                f"{count} {outcome.replace('_', ' ')}" for outcome, count in counts.items()
+            )
             print(f"{self._name:<28} {told}  ({seconds:.1f} s)", file=self._stream, flush=True)
         self._results = []
 
@@ -193,7 +206,10 @@ def run_check(
     out = stream if stream is not None else sys.stdout
     family = family_of(name)
     subject = family.subject(name, device=device)
-    print(f"{name}: contract {subject.contract}, level {level}, on {_describe(subject.device)}", file=out)
+    print(
+        f"{name}: contract {subject.contract}, level {level}, on {_describe(subject.device)}",
+        file=out,
+    )
     if find_spec("hypothesis") is None:
         print("drawn batches are left out: install lora-core[testing] for hypothesis", file=out)
     report = run(family, subject, level=level, progress=out)

@@ -18,7 +18,19 @@ from lora_core.testing.engine import Violation
 _HOMES = frozenset({"scratch", "sync", "static", "staging"})
 """Of the workspace: memory that may change; checked in other ways."""
 
-_ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range)
+_ATOMS = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    range,
+)
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
@@ -31,7 +43,9 @@ class _TensorState:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _TensorState) and self.address == other.address and same_bits(self.value, other.value)
+            isinstance(other, _TensorState)
+            and self.address == other.address
+            and same_bits(self.value, other.value)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -50,7 +64,11 @@ def remember(backend: LoRABackend[Any]) -> Snapshot:
     """
     found: Snapshot = {}
     seen: set[int] = set()
-    own = {name: value for name, value in vars(backend).items() if name not in {"batch_info", "workspace"}}
+    own = {
+        name: value
+        for name, value in vars(backend).items()
+        if name not in {"batch_info", "workspace"}
+    }
     _walk(own, "self", found, seen)
     homes = {name: value for name, value in vars(backend.workspace).items() if name not in _HOMES}
     _walk(homes, "self.workspace", found, seen)
@@ -82,17 +100,22 @@ def assert_remembers_nothing(before: Snapshot, after: Snapshot, when: str) -> No
         if path in after and before[path] != after[path]
     ]
     if lines:
-        raise Violation("B2", f"the backend remembers something outside batch_info {when}: " + "; ".join(lines[:6]))
+        raise Violation(
+            "B2",
+            f"the backend remembers something outside batch_info {when}: " + "; ".join(lines[:6]),
+        )
 
 
 def _is_data(value: object) -> bool:
-    return not isinstance(value, (*_CODE, classmethod, staticmethod, property)) and not callable(value)
+    return not isinstance(value, (*_CODE, classmethod, staticmethod, property)) and not callable(
+        value
+    )
 
 
 def _walk(value: Any, path: str, found: Snapshot, seen: set[int]) -> None:
     if isinstance(value, Tensor):
         found[path] = _TensorState(value.data_ptr(), value.detach().clone())
-    elif isinstance(value, _ATOMS) or isinstance(value, _CODE):
+    elif isinstance(value, (*_ATOMS, *_CODE)):
         found[path] = value
     elif id(value) in seen:
         found[path] = f"<seen {type(value).__name__}>"
@@ -106,7 +129,10 @@ def _walk(value: Any, path: str, found: Snapshot, seen: set[int]) -> None:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, child in value.items():
-            yield f"[{key!r}]" if not isinstance(key, str) or not key.isidentifier() else f".{key}", child
+            yield (
+                f"[{key!r}]" if not isinstance(key, str) or not key.isidentifier() else f".{key}",
+                child,
+            )
     elif isinstance(value, (list, tuple)):
         for index, child in enumerate(value):
             yield f"[{index}]", child

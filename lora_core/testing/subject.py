@@ -40,7 +40,11 @@ class Subject:
             self.contract, self.device = CONTRACT_VERSION, torch.device("cpu")
         else:
             self.backend_class = type(first)
-            self.capabilities, self.contract, self.device = first.capabilities, first.contract, first.device
+            self.capabilities, self.contract, self.device = (
+                first.capabilities,
+                first.contract,
+                first.device,
+            )
 
     def new(self) -> LoRABackend[Any]:
         """A fresh instance."""
@@ -52,7 +56,11 @@ class Subject:
         """An expression that builds it again."""
         backend = self._backend if isinstance(self._backend, str) else self._backend.__qualname__
         where = "" if self._device is None else f", device={str(self._device)!r}"
-        return f"Subject({backend!r}{where})" if isinstance(self._backend, str) else f"Subject({backend}{where})"
+        return (
+            f"Subject({backend!r}{where})"
+            if isinstance(self._backend, str)
+            else f"Subject({backend}{where})"
+        )
 
     @property
     def on_cuda(self) -> bool:
@@ -91,7 +99,9 @@ class Subject:
         if self.on_cuda:
             free, _ = torch.cuda.mem_get_info(self.device)
             if free < needed:
-                raise NotRunHere("memory", f"{needed / 2**30:.1f} GiB of device memory, {free / 2**30:.1f} free")
+                raise NotRunHere(
+                    "memory", f"{needed / 2**30:.1f} GiB of device memory, {free / 2**30:.1f} free"
+                )
 
 
 def _missing_device(device: torch.device | str | None) -> str:

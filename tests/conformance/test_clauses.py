@@ -16,7 +16,9 @@ CONTRACT = Path(__file__).parents[2] / "docs" / "contract.md"
 
 
 def _documented() -> list[tuple[str, str]]:
-    return re.findall(r"^### ([A-Z]+\d+) · (.+)$", CONTRACT.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(
+        r"^### ([A-Z]+\d+) · (.+)$", CONTRACT.read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 def test_every_clause_is_documented_once_with_its_title() -> None:
@@ -26,7 +28,12 @@ def test_every_clause_is_documented_once_with_its_title() -> None:
 
 
 def test_every_clause_is_cited_by_a_check() -> None:
-    cited = {clause for family in every_family() for check in family.checks.values() for clause in check.clauses}
+    cited = {
+        clause
+        for family in every_family()
+        for check in family.checks.values()
+        for clause in check.clauses
+    }
     assert cited == set(CLAUSES)
 
 
@@ -34,12 +41,16 @@ def test_every_clause_says_more_than_its_title() -> None:
     text = CONTRACT.read_text(encoding="utf-8")
     bodies = re.split(r"^#{2,3} .*$", text, flags=re.MULTILINE)[1:]
     titles = re.findall(r"^(#{2,3}) ", text, re.MULTILINE)
-    assert [] == [b for t, b in zip(titles, bodies, strict=True) if t == "###" and len(b.strip()) < 15]
+    assert [
+        b for t, b in zip(titles, bodies, strict=True) if t == "###" and len(b.strip()) < 15
+    ] == []
 
 
 def test_every_check_says_what_it_demands_and_what_usually_breaks_it() -> None:
     checks = [check for family in every_family() for check in family.checks.values()]
-    assert [] == [check.name for check in checks if not check.summary.endswith(".") or not check.cause]
+    assert [
+        check.name for check in checks if not check.summary.endswith(".") or not check.cause
+    ] == []
 
 
 def test_a_check_that_cites_no_clause_or_an_unknown_one_is_refused() -> None:

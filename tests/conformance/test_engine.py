@@ -22,7 +22,7 @@ class Thing:
     label: str = "thing"
     contract: str = "1.0"
     unavailable: NotRunHere | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def as_code(self) -> str:
         return "Thing()"
@@ -60,12 +60,14 @@ def _family() -> Family[Thing]:
 
 def test_plan_has_every_case_of_every_check():
     plan = _family().plan(Thing(), "smoke")
-    assert ["add[n1]", "add[n2]", "later[once]", "far[once]"] == [instance.id for instance in plan]
+    assert [instance.id for instance in plan] == ["add[n1]", "add[n2]", "later[once]", "far[once]"]
 
 
 def test_two_cases_of_one_id_are_refused():
     family: Family[Thing] = Family("things", Thing, ())
-    family.check("V1", cases=lambda s, level: [Number(1), Number(1)], cause="x")(lambda subject, case: None)
+    family.check("V1", cases=lambda s, level: [Number(1), Number(1)], cause="x")(
+        lambda subject, case: None
+    )
     with pytest.raises(ContractError, match="two cases named n1"):
         family.plan(Thing(), "smoke")
 
@@ -107,7 +109,12 @@ def test_an_expected_failure_is_strict(key):
 
 
 @pytest.mark.parametrize(
-    ("expected", "words"), [({"subtract": "?"}, "'subtract'"), ({"add[n3]": "?"}, "'add\\[n3\\]'"), ({"add": " "}, "no reason")]
+    ("expected", "words"),
+    [
+        ({"subtract": "?"}, "'subtract'"),
+        ({"add[n3]": "?"}, "'add\\[n3\\]'"),
+        ({"add": " "}, "no reason"),
+    ],
 )
 def test_an_expectation_that_names_nothing_or_gives_no_reason_is_an_error(expected, words):
     with pytest.raises(ContractError, match=words):
@@ -131,7 +138,9 @@ def test_a_message_has_clause_finding_cause_and_the_call_to_repeat():
 
 
 def test_a_violation_names_its_own_clause():
-    message = engine.describe(_family().plan(Thing(), "smoke")[0], Thing(), Violation("I1", "x was written"))
+    message = engine.describe(
+        _family().plan(Thing(), "smoke")[0], Thing(), Violation("I1", "x was written")
+    )
     assert "clause I1: inputs are never written" in message
 
 
@@ -141,7 +150,7 @@ def test_any_exception_of_a_check_is_a_failure_that_says_where():
         raise KeyError("missing")
 
     instance = Instance(engine.Check("broken", broken, ("V1",), engine.once, "1.0", "x"), Once())
-    with pytest.raises(CheckFailed, match="KeyError: 'missing'(.|\n)*test_engine.py:"):
+    with pytest.raises(CheckFailed, match=r"KeyError: 'missing'(.|\n)*test_engine\.py:"):
         engine.run_instance(instance, Thing())
 
 
@@ -171,11 +180,15 @@ def test_run_check_writes_the_report_and_returns_0(tmp_path, monkeypatch):
 def test_run_check_returns_1_and_shows_the_message(tmp_path, monkeypatch):
     family = _family()
     monkeypatch.setattr(runner, "family_of", lambda name: family)
-    monkeypatch.setattr(family, "subject", lambda name, device: Thing(label=name, fails={"add[n2]"}))
+    monkeypatch.setattr(
+        family, "subject", lambda name, device: Thing(label=name, fails={"add[n2]"})
+    )
     shown = io.StringIO()
     assert run_check("thing", stream=shown, json_path=tmp_path / "r.json") == 1
     assert "FAILED add[n2]" in shown.getvalue()
-    assert [entry["id"] for entry in json.loads((tmp_path / "r.json").read_text())["failed"]] == ["add[n2]"]
+    assert [entry["id"] for entry in json.loads((tmp_path / "r.json").read_text())["failed"]] == [
+        "add[n2]"
+    ]
 
 
 def test_a_required_device_turns_what_was_not_run_into_failures(monkeypatch):

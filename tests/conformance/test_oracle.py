@@ -87,7 +87,10 @@ def test_embedding():
         for column in range(3):
             expected = table[id_, column].item()
             if slot >= 0:
-                terms = (w.b[slot, column, r].item() * w.a[slot, id_, r].item() for r in range(case.ranks[slot]))
+                terms = (
+                    w.b[slot, column, r].item() * w.a[slot, id_, r].item()
+                    for r in range(case.ranks[slot])
+                )
                 expected += scale * w.scalings[slot, 0].item() * sum(terms)
             assert expected == pytest.approx(found[row, column].item(), rel=1e-12, abs=1e-12)
 

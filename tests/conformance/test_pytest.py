@@ -29,10 +29,20 @@ class Run:
     """A pytest run of one file in this process, as its author would see it."""
 
     def __init__(self, folder, source, *arguments):
-        path = folder / f"test_author_{next(_NUMBERS)}.py"  # python would find a module of the same name loaded
+        path = (
+            folder / f"test_author_{next(_NUMBERS)}.py"
+        )  # python would find a module of the same name loaded
         path.write_text(source)
         self.ids, self.reports, self.errors = [], [], []
-        options = ["-p", "no:cacheprovider", "-p", "no:terminal", f"--rootdir={folder}", "-c", str(folder / "no.ini")]
+        options = [
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:terminal",
+            f"--rootdir={folder}",
+            "-c",
+            str(folder / "no.ini"),
+        ]
         (folder / "no.ini").write_text("[pytest]\n")
         self.code = pytest.main([str(path), *options, *arguments], plugins=[self])
 
@@ -104,7 +114,9 @@ def test_parametrisation_cannot_be_replaced():
 
 def test_three_lines_give_every_check_with_readable_ids(tmp_path):
     ids = Run(tmp_path, AUTHOR, "--collect-only").ids
-    assert any(id_.endswith("::TestMine::test_linear[fp32-r4-K40-N48-seg(3,2)-slot(0,1)]") for id_ in ids)
+    assert any(
+        id_.endswith("::TestMine::test_linear[fp32-r4-K40-N48-seg(3,2)-slot(0,1)]") for id_ in ids
+    )
     names = {id_.split("::")[2].split("[")[0] for id_ in ids}
     assert {f"test_{name}" for name in BackendConformance.family.checks} - names == {
         "test_far_slots", "test_far_rows", "test_many_rows",  # of higher levels
@@ -143,13 +155,23 @@ def test_a_failure_shows_the_message_of_the_check(tmp_path):
 
 
 def test_expected_failures_are_expected(tmp_path):
-    run = Run(tmp_path, WRONG.format(expected={"shrink": "doubled on purpose"}), "-k", "test_shrink and bf16")
+    run = Run(
+        tmp_path,
+        WRONG.format(expected={"shrink": "doubled on purpose"}),
+        "-k",
+        "test_shrink and bf16",
+    )
     assert run.outcomes == {"xfailed": 4}
     assert run.code == 0
 
 
 def test_an_expected_failure_that_passes_fails(tmp_path):
-    run = Run(tmp_path, WRONG.format(expected={"linear": "not wrong at all"}), "-k", "test_linear and ones and fp32")
+    run = Run(
+        tmp_path,
+        WRONG.format(expected={"linear": "not wrong at all"}),
+        "-k",
+        "test_linear and ones and fp32",
+    )
     assert run.outcomes == {"failed": 1}
     assert "passes but is expected to fail (not wrong at all)" in run.text
 
@@ -171,21 +193,30 @@ def test_missing_hardware_is_a_skip_or_with_the_option_a_failure(tmp_path, monke
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     source = AUTHOR.replace('"cpu"', '"cuda"')
     assert Run(tmp_path, source, "-k", "test_linear or test_scales").outcomes == {"skipped": 2}
-    required = Run(tmp_path, source, "-k", "test_linear or test_scales", "--lora-require-device", "cuda")
+    required = Run(
+        tmp_path, source, "-k", "test_linear or test_scales", "--lora-require-device", "cuda"
+    )
     assert required.outcomes == {"failed": 2}
     assert "torch sees no CUDA device" in required.text
 
 
 def test_levels(tmp_path):
-    counts = [len(Run(tmp_path, AUTHOR, "--collect-only", "--lora-level", level).ids) for level in LEVELS]
+    counts = [
+        len(Run(tmp_path, AUTHOR, "--collect-only", "--lora-level", level).ids) for level in LEVELS
+    ]
     assert counts == sorted(set(counts))
 
 
 def test_a_class_without_a_backend_says_so(tmp_path):
-    assert "TestMine does not set `backend`" in Run(tmp_path, AUTHOR.replace('    backend = "torch"\n', "")).text
+    assert (
+        "TestMine does not set `backend`"
+        in Run(tmp_path, AUTHOR.replace('    backend = "torch"\n', "")).text
+    )
 
 
-@pytest.mark.parametrize("module", ["lora_core.testing.pytest_plugin", "lora_core.testing", "lora_core"])
+@pytest.mark.parametrize(
+    "module", ["lora_core.testing.pytest_plugin", "lora_core.testing", "lora_core"]
+)
 def test_the_entry_point_imports_neither_torch_nor_pydantic(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'pydantic', 'pluggy', 'numpy'}} & set(sys.modules)))"
     if module.endswith("plugin"):  # pytest itself brings pluggy
@@ -198,7 +229,17 @@ def test_a_pytest_run_that_does_not_use_the_suite_does_not_import_it(tmp_path):
     (tmp_path / "test_light.py").write_text(
         "import sys\ndef test_light():\n    assert not {'torch', 'pydantic'} & set(sys.modules)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-W",
+        "error",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
 
@@ -209,5 +250,9 @@ def test_every_module_with_asserts_is_rewritten():
     from lora_core.testing import pytest_plugin
 
     folder = Path(pytest_plugin.__file__).parent
-    asserting = {path.stem for path in folder.glob("*.py") if "\n    assert " in path.read_text() or "\n        assert " in path.read_text()}
+    asserting = {
+        path.stem
+        for path in folder.glob("*.py")
+        if "\n    assert " in path.read_text() or "\n        assert " in path.read_text()
+    }
     assert asserting <= set(pytest_plugin._MODULES)

@@ -32,8 +32,15 @@ def test_bits_tell_zeros_apart_and_nans_alike():
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
     assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-    with pytest.raises(AssertionError, match=r"1 of 4 entries differ in bits, first at \[1, 0\] \(here\)"):
-        assert_same_bits(torch.tensor([[1.0, 2], [3, 4]]), torch.tensor([[1.0, 2], [5, 4]]), "x", lambda i: "here")
+    with pytest.raises(
+        AssertionError, match=r"1 of 4 entries differ in bits, first at \[1, 0\] \(here\)"
+    ):
+        assert_same_bits(
+            torch.tensor([[1.0, 2], [3, 4]]),
+            torch.tensor([[1.0, 2], [5, 4]]),
+            "x",
+            lambda i: "here",
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -86,7 +93,9 @@ def test_nan_is_refused_where_specified_and_passed_where_not():
 @pytest.mark.parametrize("wrong", [None, torch.ones(2), torch.ones(3, 1, dtype=torch.float16)])
 def test_results_of_another_kind_are_refused(wrong):
     with pytest.raises(AssertionError, match="expected"):
-        assert_close(torch.ones(3, 1) if wrong is None else wrong, torch.ones(2, 1).double(), [], "y")
+        assert_close(
+            torch.ones(3, 1) if wrong is None else wrong, torch.ones(2, 1).double(), [], "y"
+        )
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -108,7 +117,10 @@ def test_uninitialised_memory_is_poisoned(make):
 
 
 def test_poison_of_every_kind():
-    kinds = [torch.zeros(2, dtype=d) for d in (torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool)]
+    kinds = [
+        torch.zeros(2, dtype=d)
+        for d in (torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool)
+    ]
     for tensor in kinds:
         poison(tensor)
     assert kinds[0].isnan().all()
@@ -135,7 +147,9 @@ def test_a_write_into_an_input_is_seen():
     unchanged = Unchanged({"x": x})
     unchanged.check()
     x[2] = -0.0
-    with pytest.raises(Violation, match=r"x was written: 1 elements changed, the first at \[2\]") as seen:
+    with pytest.raises(
+        Violation, match=r"x was written: 1 elements changed, the first at \[2\]"
+    ) as seen:
         unchanged.check()
     assert seen.value.clause == "I1"
 
@@ -245,7 +259,10 @@ def _remembered(change):
         (lambda b: b.notes.update(table=torch.zeros(3)), "self.notes.table changed"),
         (lambda b: delattr(b, "notes"), "self.notes vanished"),
         (lambda b: setattr(b.workspace, "more", 5), "self.workspace.more appeared: 5"),
-        (lambda b: b.workspace.graph_room.update(decode=(1, 2)), "self.workspace.graph_room.decode appeared"),
+        (
+            lambda b: b.workspace.graph_room.update(decode=(1, 2)),
+            "self.workspace.graph_room.decode appeared",
+        ),
     ],
 )
 def test_every_change_of_the_object_is_found(change, words):
@@ -278,7 +295,9 @@ def test_the_homes_may_change():
 
 
 def test_everything_a_result_may_not_depend_on_is_nan():
-    case = DenseCase(lengths=(2, 1), slots=(0, -1), ranks=((3, 0), 4), K=6, widths=(2, 3), R=4, padding=1)
+    case = DenseCase(
+        lengths=(2, 1), slots=(0, -1), ranks=((3, 0), 4), K=6, widths=(2, 3), R=4, padding=1
+    )
     problem = Problem(Subject("torch", device="cpu"), case)
     w = problem.weights
     assert not w.a[0, 0, :3].isnan().any()
@@ -293,8 +312,10 @@ def test_everything_a_result_may_not_depend_on_is_nan():
 
 
 def test_a_case_prints_as_code_and_builds_the_same_tensors():
-    case = DenseCase(lengths=(2, 1), slots=(1, 0), ranks=(3, (4,)), dtype="bfloat16", strided=True, seed=3)
-    again = eval(repr(case))  # noqa: PGH001
+    case = DenseCase(
+        lengths=(2, 1), slots=(1, 0), ranks=(3, (4,)), dtype="bfloat16", strided=True, seed=3
+    )
+    again = eval(repr(case))
     assert again == case
     subject = Subject("torch", device="cpu")
     assert same_bits(Problem(subject, case).x, Problem(subject, again).x)
@@ -305,10 +326,21 @@ def test_a_case_prints_as_code_and_builds_the_same_tensors():
     [
         (DenseCase(), "fp32-r4-K40-N48-seg(3,2)-slot(0,1)"),
         (
-            DenseCase(lengths=(4, 0, 7), slots=(0, -1, 1), ranks=(8, 8), K=100, widths=(32, 16), dtype="bfloat16", padding=2),
+            DenseCase(
+                lengths=(4, 0, 7),
+                slots=(0, -1, 1),
+                ranks=(8, 8),
+                K=100,
+                widths=(32, 16),
+                dtype="bfloat16",
+                padding=2,
+            ),
             "bf16-r8-K100-N32+16-seg(4,0,7)-slot(0,.,1)-pad2",
         ),
-        (DenseCase(lengths=(1,) * 9, slots=(0,) * 9, mode="decode", R=4), "fp32-r4-R4-K40-N48-seg(1x9)-slot(0x9)-decode"),
+        (
+            DenseCase(lengths=(1,) * 9, slots=(0,) * 9, mode="decode", R=4),
+            "fp32-r4-R4-K40-N48-seg(1x9)-slot(0x9)-decode",
+        ),
     ],
 )
 def test_ids_are_readable(case, id_):

@@ -4,6 +4,7 @@ Writes build/mutants.json: how many were caught, and which check caught which. E
 not. A mutant is run until its first failing check, the expected one first.
 """
 
+# ruff: noqa: T201 - a command prints
 from __future__ import annotations
 
 import argparse
@@ -48,13 +49,15 @@ def build(fault: Fault) -> type:
     source = _SOURCE.read_text(encoding="utf-8")
     for old, new in fault.patches:
         if source.count(old) != 1:
-            raise ValueError(f"mutant {fault.name}: {old!r} occurs {source.count(old)} times in {_SOURCE.name}")
+            raise ValueError(
+                f"mutant {fault.name}: {old!r} occurs {source.count(old)} times in {_SOURCE.name}"
+            )
         source = source.replace(old, new)
     module = types.ModuleType(f"mutant_{fault.name}")
     sys.modules[module.__name__] = module  # dataclasses look their module up
     path = f"{_SOURCE.stem}[{fault.name}].py"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
-    exec(compile(source, path, "exec"), vars(module))  # noqa: S102 - our own source, changed
+    exec(compile(source, path, "exec"), vars(module))
     mutant: type = module.Victim
     return mutant
 
@@ -64,17 +67,30 @@ def judge(fault: Fault, *, device: str, level: engine.Level = "standard") -> Ver
     began = time.perf_counter()
     subject = Subject(build(fault), device=device)
     plan = DENSE.plan(subject, level)
-    plan.sort(key=lambda instance: instance.check.name != fault.hint)  # stable: the expected check first
+    plan.sort(
+        key=lambda instance: instance.check.name != fault.hint
+    )  # stable: the expected check first
     for instance in plan:
         try:
             engine.run_instance(instance, subject)
         except NotRunHere:
             continue
         except CheckFailed as failure:
-            clause = next(line for line in str(failure).splitlines() if line.startswith("clause ")).split()[1]
+            clause = next(
+                line for line in str(failure).splitlines() if line.startswith("clause ")
+            ).split()[1]
             seconds = time.perf_counter() - began
-            return Verdict(fault.name, fault.about, instance.id, clause.rstrip(":"), fault.hint, round(seconds, 3))
-    return Verdict(fault.name, fault.about, None, None, fault.hint, round(time.perf_counter() - began, 3))
+            return Verdict(
+                fault.name,
+                fault.about,
+                instance.id,
+                clause.rstrip(":"),
+                fault.hint,
+                round(seconds, 3),
+            )
+    return Verdict(
+        fault.name, fault.about, None, None, fault.hint, round(time.perf_counter() - began, 3)
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,19 +107,26 @@ def main(arguments: list[str] | None = None) -> int:
     for fault in here:
         verdict = judge(fault, device=options.device)
         verdicts.append(verdict)
-        print(f"{'caught' if verdict.caught_by else 'MISSED':<7} {fault.name:<42} {verdict.caught_by}", flush=True)
+        print(
+            f"{'caught' if verdict.caught_by else 'MISSED':<7} {fault.name:<42} {verdict.caught_by}",
+            flush=True,
+        )
     caught = [verdict for verdict in verdicts if verdict.caught_by]
     report = {
         "device": options.device,
         "caught": len(caught),
         "total": len(verdicts),
         "missed": [verdict.name for verdict in verdicts if not verdict.caught_by],
-        "needs_cuda": [{"name": f.name, "about": f.about} for f in faults if f.cuda and not on_cuda],
+        "needs_cuda": [
+            {"name": f.name, "about": f.about} for f in faults if f.cuda and not on_cuda
+        ],
         "mutants": [asdict(verdict) for verdict in verdicts],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"{len(caught)} of {len(verdicts)} caught, {len(report['needs_cuda'])} need CUDA; {options.output}")
+    print(
+        f"{len(caught)} of {len(verdicts)} caught, {len(report['needs_cuda'])} need CUDA; {options.output}"
+    )
     return 0 if len(caught) == len(verdicts) else 1
 
 

@@ -70,7 +70,9 @@ def test_the_report(tmp_path, capsys):
 def test_a_missed_mutant_fails_the_run(tmp_path, monkeypatch, capsys):
     from dataclasses import replace
 
-    harmless = replace(FAULTS[0], patches=(("Slow, and short.", "Slow, and short indeed."),), name="harmless")
+    harmless = replace(
+        FAULTS[0], patches=(("Slow, and short.", "Slow, and short indeed."),), name="harmless"
+    )
     monkeypatch.setattr(run, "FAULTS", (harmless,))
     monkeypatch.setattr(run.DENSE, "plan", lambda subject, level: [])
     assert run.main(["--output", str(tmp_path / "m.json")]) == 1

@@ -62,8 +62,10 @@ class Victim(LoRABackend):
             words = 2 * room + 1 + 2 * sum(sizes)
             target = torch.empty(words, dtype=torch.int32, device=self.device)
         else:
-            limits = self._require_graph(graph, requests=requests, tokens=tokens, passes=len(batch.logits))
-            room, sizes, covered = limits.max_requests, [limits.max_tokens] * 2, [covered[0], covered[-1]]
+            passes = len(batch.logits)
+            limits = self._require_graph(graph, requests=requests, tokens=tokens, passes=passes)
+            room, sizes = limits.max_requests, [limits.max_tokens] * 2
+            covered = [covered[0], covered[-1]]
             words = 2 * room + 1 + 2 * sum(sizes)
             target = self.workspace.static[graph]
         entry = self.workspace.staging.acquire(words)
@@ -95,10 +97,12 @@ class Victim(LoRABackend):
         requests = len(batch.lengths)
         rows, at = [], 2 * room + 1
         for size, lengths in zip(sizes, covered, strict=True):
-            slots, scales = target[at : at + size], target[at + size : at + 2 * size].view(torch.float32)
+            slots = target[at : at + size]
+            scales = target[at + size : at + 2 * size].view(torch.float32)
             rows.append(Rows(sum(lengths), slots, scales))
             at += 2 * size
-        active = any(slot != NO_LORA and n for slot, n in zip(batch.slots, batch.lengths, strict=True))
+        pairs = zip(batch.slots, batch.lengths, strict=True)
+        active = any(slot != NO_LORA and n for slot, n in pairs)
         static = RequestTable(target[: room + 1], target[room + 1 : 2 * room + 1])
         return Info(
             num_tokens=sum(batch.lengths),
@@ -120,7 +124,9 @@ class Victim(LoRABackend):
 
     def init_graph(self, kind, *, max_requests, max_tokens) -> None:
         if kind not in self.capabilities.graphs:
-            raise UnsupportedOpError(backend=self.name, op="init_graph", limit=f"{self.capabilities.graphs}", value=kind)
+            raise UnsupportedOpError(
+                backend=self.name, op="init_graph", limit=f"{self.capabilities.graphs}", value=kind
+            )
         words = 2 * max_requests + 1 + 4 * max_tokens
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
@@ -165,7 +171,9 @@ class Victim(LoRABackend):
             raise TensorMismatchError("embedding wants ids [rows] and a [S, V, R]")
         self._require_supported("embedding", weights)
         if weights.output_scale is not None or weights.bias is not None:
-            raise UnsupportedOpError(backend=self.name, op="embedding", limit="A and B", value="output_scale or bias")
+            raise UnsupportedOpError(
+                backend=self.name, op="embedding", limit="A and B", value="output_scale or bias"
+            )
         self._require_rows("embedding", len(input_ids), info.num_tokens)
         out = base(input_ids)
         slots = self._slots(info.rows, len(input_ids))
@@ -224,7 +232,8 @@ class Victim(LoRABackend):
             product = torch.where(live[:, None], h[:, s, None] * b[:, span], 0.0)
             delta = product.sum(-1) * (scalings[:, s] * scales)[:, None]
             applies = live[:, :1]  # a rank of 0 adds nothing, not even 0.0
-            out[:, span] = torch.where(applies, (out[:, span].float() + delta).to(out.dtype), out[:, span])
+            total = (out[:, span].float() + delta).to(out.dtype)
+            out[:, span] = torch.where(applies, total, out[:, span])
 
     @staticmethod
     def _of_slot(stacked, *index):
@@ -247,4 +256,6 @@ class Victim(LoRABackend):
         expected = (out.shape[0], weights.layout.num_slices, weights.max_rank)
         wrong = tuple(h.shape) != expected or h.dtype != torch.float32
         if wrong or out.dim() != 2 or out.shape[1] != weights.layout.out_features:
-            raise TensorMismatchError(f"expand got h {tuple(h.shape)} {h.dtype} and out {tuple(out.shape)}")
+            raise TensorMismatchError(
+                f"expand got h {tuple(h.shape)} {h.dtype} and out {tuple(out.shape)}"
+            )
