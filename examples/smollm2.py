@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -45,6 +46,7 @@ def load(path: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizer
         path: of the GGUF file; None finds the installed one.
     """
     path = path or model_path()
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # The file names <|im_start|> as the end of a text; a chat turn ends with <|im_end|>.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"

@@ -93,7 +93,9 @@ def train(name: str) -> None:
     target = HERE / "adapters" / name
     model.peft_config["default"].base_model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     model.save_pretrained(target, save_embedding_layers=False)
-    (target / "README.md").unlink()  # an empty form; examples/adapters/README.md describes all three
+    (
+        target / "README.md"
+    ).unlink()  # an empty form; examples/adapters/README.md describes all three
     size = (target / "adapter_model.safetensors").stat().st_size
     logger.info("%s: %.1f MB in %s", name, size / 1e6, target)
 

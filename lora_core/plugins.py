@@ -204,6 +204,30 @@ def explain(*, device: torch.device | str | None = None) -> str:
     return "\n".join(lines)
 
 
+def describe(*, device: torch.device | str | None = None) -> dict[str, Any]:
+    """What `explain` says, as plain data: `backends`, `failed` and `disabled`."""
+    found = registry()
+    return {
+        "backends": [
+            {
+                "name": spec.name,
+                "family": family,
+                "summary": spec.summary,
+                "priority": spec.priority,
+                "distribution": " and ".join(
+                    claim.distribution for claim in found.found[family][spec.name]
+                ),
+                "reason": reasons[spec.name],
+            }
+            for family in _HOOKS
+            for reasons in [_availability(family, device)]
+            for spec in _listed(family)
+        ],
+        "failed": dict(found.failed),
+        "disabled": sorted(found.disabled),
+    }
+
+
 # -- experts ----------------------------------------------------------------------------------------
 
 
