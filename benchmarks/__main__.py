@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import dense, environment, host, moe, plots, report
-from benchmarks.grid import dense_cells, moe_cells
+from benchmarks.grid import DECODE_UP_TO, dense_cells, moe_cells
 from benchmarks.peers import kit_versions, load_kit
 from benchmarks.results import ResultFile, Row, merge
 from lora_core import BackendSpec, list_backends, list_moe_backends
@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     grid = argparse.ArgumentParser(add_help=False)
     grid.add_argument("--grid", choices=["smoke", "judged", "full"], default="judged")
     grid.add_argument("--cell-s", type=float, default=2.0, help="time for the rounds of one cell")
+    grid.add_argument(
+        "--phase", choices=["decode", "prefill"], help="only cells of up to, or over, 512 tokens"
+    )
     grid.add_argument("--only", help="cells whose description contains this text")
 
     command = commands.add_parser("dense", parents=[common, grid], help="linear sites")
@@ -119,6 +122,8 @@ def _cells(
     began, device = time.perf_counter(), torch.device(options.device)
     names, kit, results = _names(options, listed), load_kit(options.peers), _file(options, what)
     cells = [cell for cell in cells if not options.only or options.only in repr(cell)]
+    if options.phase:
+        cells = [c for c in cells if (c.tokens <= DECODE_UP_TO) == (options.phase == "decode")]
     for done, cell in enumerate(cells):
         if not options.again and results.has(cell.asked(), names):
             continue

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import cache
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lora_core.backend import BackendConfig, BaseModule
 from lora_core.capabilities import Capabilities
+from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights
 from lora_core_fused.decode import counters, decode
-from lora_core_fused.tables import RIDES_UP_TO
-from lora_core_triton.backend import TritonBackend, TritonBatchInfo
+from lora_core_fused.prefill import fits, prefill
+from lora_core_fused.tables import PREFILL_FROM, RIDES_UP_TO
+from lora_core_triton.backend import TritonBackend
+from lora_core_triton.worklist import WorkList
 
 _COUNTERS = 1 << 13
 
@@ -38,26 +42,44 @@ class FusedBackend(TritonBackend):
 
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("linear", x, weights)
-        if not self._rides(x, base, weights, info):
+        weight, bias, rows = base.weight, base.bias, x.shape[0]
+        form = None if weight is None else self._form(x, weight, bias, weights, info.work)
+        if form is None or weight is None:
             return super().linear(x, base, weights)
-        assert base.weight is not None
-        self._require_work("linear", x.shape[0], info, info.work, weights)
+        self._require_work("linear", rows, info, info.work, weights)
         self._require_last_contiguous("linear", "x", x)
-        tiles = self._tiles(info, info.work, x.shape[0], weights)
-        sync = self.workspace.sync["fused"]
-        return decode(x, base.weight, base.bias, weights, info.work, info.meta, tiles, sync)
+        tiles = self._tiles(info, info.work, rows, weights)
+        if form == "decode":
+            sync = self.workspace.sync["fused"]
+            return decode(x, weight, bias, weights, info.work, info.meta, tiles, sync)
+        table = info.request_table()
+        return prefill(x, weight, bias, weights, info.work, info.meta, tiles, table)
 
-    def _rides(
-        self, x: Tensor, base: BaseModule, weights: LoRAWeights, info: TritonBatchInfo
-    ) -> bool:
-        weight, bias = base.weight, base.bias
-        return (
-            0 < x.shape[0] <= RIDES_UP_TO
-            and info.work.room.gathered
-            and weight is not None
-            and tuple(weight.shape) == (weights.layout.out_features, x.shape[1])
+    @staticmethod
+    def _form(
+        x: Tensor, weight: Tensor, bias: Tensor | None, weights: LoRAWeights, work: WorkList
+    ) -> Literal["decode", "prefill"] | None:
+        """Which kernel computes base and LoRA together; None: neither."""
+        layout, rows = weights.layout, x.shape[0]
+        if not (
+            tuple(weight.shape) == (layout.out_features, x.shape[1])
             and (weight.dtype, weight.device) == (x.dtype, x.device)
             and weight.stride(1) == 1
             and (bias is None or (bias.dtype == x.dtype and bias.stride(0) == 1))
-            and counters(weights.layout) <= _COUNTERS
-        )
+        ):
+            return None
+        if 0 < rows <= RIDES_UP_TO and work.room.gathered and counters(layout) <= _COUNTERS:
+            return "decode"
+        if rows >= PREFILL_FROM and not work.room.gathered and _has_descriptors(x):
+            return "prefill" if x.element_size() == 2 and fits(x, weight, layout) else None
+        return None
+
+
+@cache
+def _family(device: torch.device) -> str:
+    return family(device)
+
+
+def _has_descriptors(x: Tensor) -> bool:
+    """Whether the GPU copies tiles by tensor descriptors."""
+    return INTERPRETED or _family(x.device) in ("sm90", "sm100")
