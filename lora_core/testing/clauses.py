@@ -18,6 +18,7 @@ CLAUSES: dict[str, str] = {
     "S7": "rows past the batch's are padding, treated as NO_LORA",
     "S8": "index arithmetic is 64-bit wherever a product of slot or row passes 2^31 elements",
     "S9": "results are fresh tensors: never a view of scratch, static storage, or an input",
+    "S10": "weights are read anew by every op: a slot rewritten in place between ops is seen",
     # inputs and memory
     "I1": "inputs are never written: x, ids, h, weights",
     "I2": "nothing is written outside the result",
