@@ -702,16 +702,14 @@ class LoRAManager:
                 )
         lengths = [r.length for r in requests]
         if graph is not None:
-            whole = [a.name for a in wanted.values() if a.packed and _has_full(a.packed)]
+            whole = [a.name for a in wanted.values() if a.packed and a.packed.whole]
             if whole:
                 raise UnsupportedAdapterError(
                     f"prepare: adapter {whole[0]!r} brings whole weights (modules_to_save), which a captured "
                     "graph cannot follow: run it in eager mode"
                 )
-        if not wanted.keys() <= self._slot_of.keys():
-            LoRABatch(
-                lengths, [NO_LORA] * len(lengths), mode, logits, scales
-            )  # refuse before evicting
+        if not wanted.keys() <= self._slot_of.keys():  # what is wrong must be seen before evicting
+            LoRABatch(lengths, [NO_LORA] * len(lengths), mode, logits, scales)
         self._seat(wanted)
         slots: dict[str | None, int] = {None: NO_LORA}
         slots.update((name, self._slot_of[name]) for name in wanted)
@@ -1022,10 +1020,6 @@ def _info(name: str, origin: Path | None, packed: PackedAdapter) -> AdapterInfo:
         holds=0,
         notes=packed.notes,
     )
-
-
-def _has_full(packed: PackedAdapter) -> bool:
-    return any(update.full is not None for update in packed.sites.values())
 
 
 def _check_request(adapter: object, length: object) -> None:

@@ -92,6 +92,9 @@ class SlotPool:
         self.layers: dict[str, LoRALayer | ExpertsProjection] = {}
         self.generation = 0
         self._live: list[dict[str, SiteUpdate]] = [{} for _ in range(max_loras)]
+        self._whole: list[tuple[str, ...]] = [
+            ()
+        ] * max_loras  # sites where a slot has a whole weight
         self._torn: set[int] = set()  # slots whose last write failed half-way
         self._cuda = backend.device.type == "cuda"
         self._written: dict[int, torch.cuda.Event] = {}
@@ -131,6 +134,7 @@ class SlotPool:
             layer.weights = None
         self.layers.clear()
         self._live = [{} for _ in range(self.max_loras)]
+        self._whole = [()] * self.max_loras
         self.generation += 1
 
     def _is_targeted(self, site: Site) -> bool:
@@ -338,16 +342,16 @@ class SlotPool:
             aside: copy on a stream of the pool's own (CUDA only), so that it overlaps a forward.
         """
         before, known = self._live[slot], slot not in self._torn
-        whole = any(update.full is not None for update in packed.sites.values())
         self._live[slot] = {**before, **packed.sites}
-        with self._writing(slot, aside=aside and not whole):  # a stream's memory is its own
+        # whole weights take memory, which belongs to the stream that takes it
+        with self._writing(slot, aside=aside and not packed.whole):
             for name in before.keys() - packed.sites.keys():
                 self._silence(self.layers[name], slot)
             for name, update in packed.sites.items():
                 self._write_site(
                     self.layers[name], slot, update, before.get(name) if known else None
                 )
-        self._live[slot] = dict(packed.sites)
+        self._live[slot], self._whole[slot] = dict(packed.sites), packed.whole
 
     def clear(self, slot: int) -> None:
         """Silence a slot everywhere, so that not even a stray forward can see its adapter."""
@@ -356,7 +360,7 @@ class SlotPool:
             with self._writing(slot, aside=False):
                 for name in before:
                     self._silence(self.layers[name], slot)
-            self._live[slot] = {}
+            self._live[slot], self._whole[slot] = {}, ()
 
     def _write_site(
         self,
@@ -447,16 +451,15 @@ class SlotPool:
     def after_forward(self, slots: Iterable[int], lane: int) -> None:
         """Remember where the current stream stands, for the next write into `slots`."""
         if self._cuda and slots:
+            stream = torch.cuda.current_stream(self.backend.device)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.backend.device))
+            event.record(stream)
             for slot in slots:
                 self._used[slot][lane] = event
-                for name, update in self._live[slot].items():
+                for name in self._whole[slot]:
                     weights = self.layers[name].weights
-                    if update.full is not None and isinstance(weights, LoRAWeights):
-                        weights.full[slot].record_stream(
-                            torch.cuda.current_stream(self.backend.device)
-                        )
+                    if isinstance(weights, LoRAWeights):
+                        weights.full[slot].record_stream(stream)
 
 
 def weights_nbytes(site: Site, num_slots: int, max_rank: int, dtype: torch.dtype) -> int:

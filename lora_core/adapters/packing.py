@@ -105,6 +105,11 @@ class PackedAdapter:
     max_rank: int
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def whole(self) -> tuple[str, ...]:
+        """Sites for which it brings a whole weight."""
+        return tuple(name for name, update in self.sites.items() if update.full is not None)
+
     @property
     def nbytes(self) -> int:
         """Bytes on the host; one A shared by several slices counts once."""

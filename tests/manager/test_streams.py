@@ -14,7 +14,7 @@ from lora_core.manager import LoRAManager, LoRARequest
 from lora_core.sites import Site
 from lora_core.torch_backend import TorchBackend
 from lora_core.weights import SliceLayout
-from tests.manager.helpers import Model, adapter, make, rows
+from tests.manager.helpers import K, Model, adapter, make, rows
 
 
 class FakeEvent:
@@ -134,6 +134,24 @@ def test_cuda_prefetch_into_the_slot_of_a_running_forward():
             out = model(x)
         assert manager.prefetch(other)
         torch.testing.assert_close(out, expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+def test_cuda_whole_weights_live_as_long_as_forwards_read_them():
+    """The memory of an evicted whole weight is taken again at once, while its forward still waits."""
+    manager, model = on_cuda()
+    whole = {}
+    for seed, name in enumerate("ab"):
+        config, tensors = adapter(seed, ("q_proj",))
+        whole[name] = torch.randn(8, K, generator=torch.Generator().manual_seed(seed))
+        manager.load_adapter(name, (config, tensors | {"k_proj.weight": whole[name]}))
+    x = rows(2).cuda()
+    for name, other in ["ab", "ba"] * 5:
+        with manager.batch([LoRARequest(name, 2)]):
+            torch.cuda._sleep(20_000_000)
+            out = model.layers["k_proj"](x)
+        manager.prefetch(other)
+        torch.testing.assert_close(out, x @ whole[name].cuda().T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda
