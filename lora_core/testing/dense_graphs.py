@@ -61,6 +61,7 @@ class GraphCase:
         slots: of the captured batch.
         rows: of x during the capture; batches of more tokens are left out.
         dtype: of everything.
+        requests: room of the graph; more than a dozen are replayed by number alone.
     """
 
     kind: GraphKind
@@ -68,17 +69,21 @@ class GraphCase:
     slots: tuple[int, ...]
     rows: int = _TOKENS
     dtype: DTypeName = "float32"
+    requests: int = _REQUESTS
 
     @property
     def id(self) -> str:
-        """`decode-one-rows20-float32`."""
+        """`decode-1requests-1adapters-rows20-float32`."""
         used = sum(slot != NONE for slot in self.slots)
-        return (
-            f"{self.kind}-{len(self.lengths)}requests-{used}adapters-rows{self.rows}-{self.dtype}"
-        )
+        first = f"{self.kind}-{len(self.lengths)}requests-{used}adapters"
+        return f"{first}-rows{self.rows}-{self.dtype}"
 
     def batches(self) -> Iterator[_BatchParts]:
         """What is replayed: growing, shrinking, without adapters, empty, full."""
+        if self.requests > _REQUESTS:
+            for count in (33, 64, 4):
+                yield (1,) * count, tuple(i % 5 - 1 for i in range(count))
+            return
         for lengths, slots in _DECODE if self.kind == "decode" else _SEVERAL:
             if sum(lengths) <= self.rows:
                 yield lengths, slots
@@ -98,6 +103,7 @@ def _graph_cases(subject: Subject, level: Level) -> Sequence[GraphCase]:
         cases += [
             GraphCase(kind, *bare, dtype=dtype) for dtype in dtypes(subject)[1:] if level != "smoke"
         ]
+        cases += [GraphCase(kind, *bare, rows=64, requests=64)] if level != "smoke" else []
     first = dtypes(subject)[0] if dtypes(subject) else "float32"
     return [
         dataclasses.replace(case, dtype=first) if case.dtype == "float32" else case
@@ -130,7 +136,8 @@ class Rig:
         self.pool = Problem(subject, pool, embedding=embedding)
         self.embedding = embedding
         self.backend = subject.new()
-        self.backend.init_graph(case.kind, max_requests=_REQUESTS, max_tokens=_TOKENS)
+        tokens = max(case.rows, _TOKENS)
+        self.backend.init_graph(case.kind, max_requests=case.requests, max_tokens=tokens)
         kind = torch.int64 if embedding else self.pool.dtype
         self.x = torch.zeros(
             (case.rows,) if embedding else (case.rows, pool.K), dtype=kind, device=subject.device

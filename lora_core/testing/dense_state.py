@@ -17,6 +17,7 @@ from lora_core.batch import BatchInfo, LoRABatch, token_slots
 from lora_core.capabilities import GraphKind, Op
 from lora_core.errors import NoBatchPreparedError
 from lora_core.layers.base import ForwardGate, LoRALayer
+from lora_core.layers.linear import LoRALinear
 from lora_core.sites import Site
 from lora_core.testing.compare import assert_same_bits
 from lora_core.testing.dense_case import DenseCase, Problem
@@ -351,6 +352,34 @@ def _assert_view(info: BatchInfo, indptr: list[int], slots: list[int], subject: 
         assert tensor.tolist() == expected, f"{name} is {tensor.tolist()}, expected {expected}"
 
 
+@DENSE.check(
+    "S10", "B9",
+    cases=few,
+    cause="ranks, scalings or a packed copy of the weights kept from an earlier op, by address",
+)  # fmt: skip
+def rewritten_slots(subject: Subject, case: DenseCase) -> None:
+    """Adapters that move into used slots between ops are applied, and nothing of those before."""
+    problem = Problem(subject, case)
+    weights, backend = problem.weights, subject.new()
+    for turn in range(4):
+        backend.prepare_batch(case.batch)
+        problem.assert_linear(problem.linear(backend), f"linear after {turn} changes of every slot")
+        drawn = tuple(
+            tuple((rank * 5 + turn + slot) % (case.R + 1) for rank in ranks)
+            for slot, ranks in enumerate(case.slice_ranks)
+        )
+        problem.case = case.but(ranks=drawn)
+        for tensor in (weights.a, weights.b, weights.scalings):
+            tensor.fill_(torch.nan)
+        weights.ranks.copy_(torch.tensor(drawn, dtype=torch.int32))
+        for slot in range(len(drawn)):
+            problem.fill_slot(slot)
+        weights.scalings.mul_(1.0 + turn)
+        problem.arm()
+        if turn % 2:  # also within one batch
+            problem.assert_linear(problem.linear(backend), "linear after a change within a batch")
+
+
 def _sequences(subject: Subject, level: Level) -> Sequence[DenseCase]:
     shape = DenseCase(
         lengths=(1,) * 5,
@@ -512,19 +541,31 @@ def layer_activity(subject: Subject, case: DenseCase) -> None:
     backend = subject.new()
     gate = ForwardGate(backend)
     site = Site("proj", "linear", case.K, problem.layout, ("proj",))
-    layer = LoRALayer(nn.Linear(case.K, problem.layout.out_features), site, gate)
+    weight = problem.base.weight
+    assert weight is not None
+    module = nn.Linear(
+        case.K, weight.shape[0], bias=False, device=subject.device, dtype=problem.dtype
+    )
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    layer = LoRALinear(module, site, gate)
+    live = problem.x[: case.tokens]
+    base = module(live)
     _assert_active(layer, False, "without weights")
     layer.weights = problem.weights
     _assert_active(layer, False, "before the first batch")
+    assert_same_bits(layer(live), base, "a layer before the first batch")
     gate.adapters_loaded = 2
-    layer.require_intended(0)  # an empty forward that nobody prepared is the base's own
-    _assert_refused(layer, case.tokens, "before the first batch")
+    empty = layer(live[:0])  # that nobody prepared a forward of no rows is no mistake
+    assert tuple(empty.shape) == (0, base.shape[1]), f"an empty forward gave {tuple(empty.shape)}"
+    _assert_refused(layer, live, "before the first batch")
     backend.prepare_batch(case.batch)
     _assert_active(layer, True, "while a batch is prepared")
-    layer.require_intended(case.tokens)
+    problem.assert_linear(layer(live), "a layer while a batch is prepared")
     backend.reset_batch_state()
     _assert_active(layer, False, "after reset_batch_state")
-    _assert_refused(layer, case.tokens, "after reset_batch_state")
+    _assert_refused(layer, live, "after reset_batch_state")
+    gate.base_allowed = True
+    assert_same_bits(layer(live), base, "a layer after reset_batch_state")
 
 
 def _assert_active(layer: LoRALayer, expected: bool, when: str) -> None:
@@ -532,14 +573,12 @@ def _assert_active(layer: LoRALayer, expected: bool, when: str) -> None:
     assert found is expected, f"lora_active is {found} {when}"
 
 
-def _assert_refused(layer: LoRALayer, rows: int, when: str) -> None:
+def _assert_refused(layer: LoRALayer, x: Tensor, when: str) -> None:
     try:
-        layer.require_intended(rows)
+        layer(x)
     except NoBatchPreparedError:
         return
-    raise Violation(
-        "L2", f"a forward of {rows} rows {when} was not refused while adapters are loaded"
-    )
+    raise Violation("L2", f"a forward {when} was not refused while adapters are loaded")
 
 
 def _steps(subject: Subject, level: Level) -> Sequence[DenseCase]:

@@ -146,6 +146,12 @@ def _head_grid(subject: Subject, level: Level) -> Sequence[DenseCase]:
 def lm_head(subject: Subject, case: DenseCase) -> None:
     """Each pass of lm_head covers its own rows, in whatever order passes run."""
     problem = Problem(subject, case)
+    claims = subject.capabilities
+    if case.bias:  # what modules_to_save and DoRA bring to a head
+        full = (1,) if claims.supports(Op.FULL_WEIGHT) else ()
+        _with_extras(
+            problem, dora=claims.supports(Op.DORA), bias=claims.supports(Op.BIAS), full=full
+        )
     backend = problem.prepared(subject)
     passes = range(case.batch.num_passes)
     for logits_pass in (*reversed(passes), *passes):

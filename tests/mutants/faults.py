@@ -374,6 +374,19 @@ FAULTS: tuple[Fault, ...] = (
         ),
         "expand",
     ),
+    Fault(
+        "weights_kept_by_address",
+        "a float32 copy of A is made when weights are first seen",
+        (
+            (
+                "        a = self._of_slot(weights.a, slots).float()  # [T', n, R, K]\n",
+                "        key = (weights.a.data_ptr(), tuple(weights.a.shape), weights.a.dtype)\n"
+                "        a = self._of_slot(_COPIES.setdefault(key, weights.a.float()), slots)\n",
+            ),
+            ("class Victim(LoRABackend):", "_COPIES = {}\n\n\nclass Victim(LoRABackend):"),
+        ),
+        "rewritten_slots",
+    ),
     # -- who gets what --
     Fault(
         "no_lora_as_slot_0",
