@@ -22,7 +22,8 @@ _MODULES = (
     "engine",
     "guards",
     "moe_case",
-    "moe_checks",
+    "moe_laws",
+    "moe_values",
 )
 
 pytest.register_assert_rewrite(*(f"lora_core.testing.{module}" for module in _MODULES))
