@@ -34,6 +34,8 @@ from lora_core.weights import LoRAWeights, SliceLayout
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _ORDERS = 4
+_HOST_LIMIT = 2**33
+"""Products larger than this are left to GPUs."""
 _SAMPLES = 128
 """Plain torch's own error is measured over a few orders of summation; results of few entries, whose
 error is mostly chance, over as many as it takes to see this many."""
@@ -191,6 +193,8 @@ class Problem:
         backend: LoRABackend[Any] | None = None,
     ) -> None:
         subject.require_dtype(case.dtype)
+        if case.rows * case.K * sum(case.widths) > _HOST_LIMIT:
+            subject.require_cuda()
         self.case, self.device, self.dtype = case, subject.device, getattr(torch, case.dtype)
         self._values = torch.Generator().manual_seed(case.seed)
         self._bands: dict[str, Banded] = {}

@@ -431,6 +431,40 @@ def graph_memory(subject: Subject, case: GraphCase) -> None:
     del taken
 
 
+def _two_kinds(subject: Subject, level: Level) -> Sequence[GraphCase]:
+    return _kinds(subject, level)[:-1]  # each with the one after it
+
+
+@DENSE.check(
+    "G2", "G5", "B9",
+    cases=_two_kinds,
+    cause="one set of static buffers for all kinds, or the buffers of the other kind left live",
+)  # fmt: skip
+def two_graph_kinds(subject: Subject, case: GraphCase) -> None:
+    """Graphs of two kinds on one instance serve in turn, and the idle one adds nothing."""
+    kinds = _kinds(subject, "smoke")
+    other = kinds[[found.kind for found in kinds].index(case.kind) + 1]
+    rigs = [Rig(subject, case), Rig(subject, other)]
+    rigs[1].backend = rigs[0].backend
+    rigs[0].backend.init_graph(other.kind, max_requests=other.requests, max_tokens=_TOKENS)
+    captured = []
+    for rig in rigs:
+        rig.load(rig.case.lengths, rig.case.slots)
+        captured.append(Captured(subject.device, rig.linear))
+    for turn, batches in enumerate(zip(case.batches(), other.batches(), strict=False)):
+        for at in (0, 1) if turn % 2 else (1, 0):
+            rig, idle = rigs[at], rigs[1 - at]
+            problem = rig.load(*batches[at])
+            captured[at].replay()
+            what = f"a {rig.case.kind} replay between {idle.case.kind} ones"
+            rig.assert_replayed(problem, captured[at].result, what)
+            captured[1 - at].replay()
+            if not subject.capabilities.owns_base:
+                base = idle.pool.base.value(idle.x)
+                what = f"a stray {idle.case.kind} replay while a {rig.case.kind} batch is live"
+                assert_same_bits(captured[1 - at].result, base, what)
+
+
 def _graph_ops(subject: Subject, level: Level) -> Sequence[GraphCase]:
     return [
         case for case in _graph_cases(subject, "smoke") if all(slot == NONE for slot in case.slots)
@@ -481,8 +515,8 @@ def _linear_in_graph(
     rig.pool.weights = dataclasses.replace(rig.pool.weights, **parts)
     rig.load(case.lengths, case.slots)
     captured = Captured(rig.subject.device, rig.linear)
-    for lengths, slots in case.batches():
-        scales = tuple(0.5 + i for i in range(len(lengths))) if scaled else None
+    for turn, (lengths, slots) in enumerate(case.batches()):  # every other one without scales
+        scales = tuple(0.5 + i for i in range(len(lengths))) if scaled and turn % 2 == 0 else None
         problem = rig.load(lengths, slots, scales=scales)
         captured.replay()
         rig.assert_replayed(

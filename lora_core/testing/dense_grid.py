@@ -98,6 +98,13 @@ LARGER: tuple[DenseCase, ...] = (
     DenseCase(lengths=(2, 2), slots=(0, 1), ranks=(1, 2), R=16, K=4096, widths=(32,), ones=True),
     DenseCase(lengths=(40, 3), slots=(0, 1), ranks=(8, 8), K=64, widths=(64,), layout="own"),
     DenseCase(lengths=(64, 1), slots=(1, 0), ranks=(8, 8), K=64, widths=(520,), strided=True),
+    DenseCase(
+        lengths=(1,) * 300,
+        slots=tuple(i % 9 - 1 for i in range(300)),
+        ranks=(8, 3, 0, 5) * 2,
+        K=24,
+        widths=(20,),
+    ),
     DenseCase(lengths=(5,), slots=(0,), ranks=(6,), K=96, widths=(32, 16, 16, 8, 8, 16), R=8),
 )
 

@@ -37,7 +37,7 @@ from lora_core.testing.dense_grid import (
 )
 from lora_core.testing.engine import Level, Violation
 from lora_core.testing.guards import poison_scratch
-from lora_core.testing.snapshot import assert_remembers_nothing, remember
+from lora_core.testing.snapshot import assert_remembers_nothing, remember, remember_value
 from lora_core.testing.subject import Subject
 from lora_core.workspace import StagingEntry
 
@@ -396,54 +396,96 @@ def _sequences(subject: Subject, level: Level) -> Sequence[DenseCase]:
     cause="metadata kept because lengths, or a hash of them, repeat; a buffer sized by an earlier batch",
 )  # fmt: skip
 def many_batches(subject: Subject, case: DenseCase) -> None:
-    """Random batches on one instance give what each gives on a fresh one."""
+    """Random batches on one instance, eager and for graphs, give what each gives on a fresh one."""
     rng = random.Random(17)
     pool = Problem(subject, case)
-    backend = subject.new()
-    claims = subject.capabilities
-    modes = sorted(claims.modes)
+    backend = _with_graphs(subject)
     lengths: tuple[int, ...] = ()
     for turn in range(12 if subject.interpreted else 200):
-        mode = rng.choice(modes)
-        if turn % 3 or (
-            mode == "decode" and max(lengths, default=0) > 1
-        ):  # else lengths repeat, slots do not
-            count, most = rng.randrange(0, 7), 1 if mode == "decode" else rng.choice((2, 9))
-            lengths = tuple(rng.randrange(0, most + 1) for _ in range(count))
-        slots = tuple(rng.choice((NONE, 0, 1, 2, 3, 4)) for _ in lengths)
-        passes = []
-        if claims.supports(Op.LM_HEAD) and rng.random() < 0.4:
-            passes = [tuple(rng.randint(0, n) for n in lengths) for _ in range(rng.randint(1, 2))]
-        scales = None
-        if claims.supports(Op.SCALES) and rng.random() < 0.3:
-            scales = tuple(rng.choice((0.5, 1.0, 3.0)) for _ in lengths)
-        drawn = case.but(
-            lengths=lengths, slots=slots, mode=mode, logits=tuple(passes), scales=scales, seed=turn,
-            padding=rng.choice((0, 0, 2)),
-        )  # fmt: skip
+        drawn, kind = _draw(rng, subject, case.but(seed=turn), lengths if turn % 3 == 0 else None)
+        lengths = drawn.lengths
         problem = pool.with_batch(drawn)
         if rng.random() < 0.5:
             backend.reset_batch_state()
         poison_scratch(backend)
-        backend.prepare_batch(drawn.batch)
-        fresh = subject.new()
-        fresh.prepare_batch(drawn.batch)
-        what = f"batch {turn} ({drawn!r})"
-        live = slice(0, drawn.tokens)
+        backend.prepare_batch(drawn.batch, graph=kind)
+        what = f"batch {turn} ({drawn!r}, graph={kind!r})"
         result = problem.linear(backend)
         problem.assert_linear(result, f"linear of {what}")
-        if claims.deterministic:
+        if subject.capabilities.deterministic:
+            fresh = _with_graphs(subject)
+            fresh.prepare_batch(drawn.batch, graph=kind)
+            alone, live = problem.linear(fresh), slice(0, drawn.tokens)
             assert_same_bits(
-                result[live],
-                problem.linear(fresh)[live],
-                f"linear of {what} on a used and a fresh instance",
+                result[live], alone[live], f"linear of {what} on a used and a fresh one"
             )
-        for index in range(len(passes)):
-            count = sum(passes[index])
-            x = problem.x[:count].contiguous()
+        for index, kept in enumerate(drawn.logits):
+            x = problem.x[: sum(kept)].contiguous()
             with problem.guarded(backend):
                 head = backend.lm_head(x, problem.base, problem.weights, logits_pass=index)
-            problem.assert_linear(head, f"lm_head, pass {index}, of {what}", passes[index], x)
+            problem.assert_linear(head, f"lm_head, pass {index}, of {what}", kept, x)
+
+
+def _with_graphs(subject: Subject) -> LoRABackend[Any]:
+    """A fresh backend with room for small graphs of every claimed kind."""
+    backend = subject.new()
+    for kind in sorted(subject.capabilities.graphs):
+        backend.init_graph(kind, max_requests=8, max_tokens=72)
+    return backend
+
+
+def _draw(
+    rng: random.Random, subject: Subject, case: DenseCase, lengths: tuple[int, ...] | None
+) -> tuple[DenseCase, GraphKind | None]:
+    """A random batch over the case's five slots, and the graph kind it is for.
+
+    With `lengths` given they are kept, if the mode allows, so that only slots and parts differ.
+    """
+    claims = subject.capabilities
+    mode = rng.choice(sorted(claims.modes))
+    if lengths is None or (mode == "decode" and max(lengths, default=0) > 1):
+        most = 1 if mode == "decode" else rng.choice((2, 9))
+        lengths = tuple(rng.randint(0, most) for _ in range(rng.randrange(7)))
+    kind = mode if mode in claims.graphs and rng.random() < 0.3 else None
+    passes: list[tuple[int, ...]] = []
+    if claims.supports(Op.LM_HEAD) and rng.random() < 0.4:
+        count = 1 if kind else rng.randint(1, 2)
+        passes = [tuple(rng.randint(0, n) for n in lengths) for _ in range(count)]
+    scaled = claims.supports(Op.SCALES) and rng.random() < 0.3
+    drawn = case.but(
+        lengths=lengths,
+        slots=tuple(rng.choice((NONE, 0, 1, 2, 3, 4)) for _ in lengths),
+        mode=mode,
+        logits=tuple(passes),
+        scales=tuple(rng.choice((0.5, 1.0, 3.0)) for _ in lengths) if scaled else None,
+        padding=rng.choice((0, 0, 2)),
+    )
+    return drawn, kind
+
+
+@DENSE.check(
+    "B2", "B10",
+    cases=one,
+    cause="a buffer per batch kept in a home of the workspace, or staging that is never used again",
+)  # fmt: skip
+def flat_memory(subject: Subject, case: DenseCase) -> None:
+    """The same batches again and again take no more memory in the workspace."""
+    problem = Problem(subject, case)
+    backend = subject.new()
+    sizes = []
+    for turn in range(24):
+        backend.prepare_batch(case.but(slots=case.slots[turn % 6 :] + case.slots[: turn % 6]).batch)
+        backend.linear(problem.x, problem.base, problem.weights)
+        if subject.on_cuda:
+            torch.cuda.synchronize(subject.device)
+        homes = remember_value(
+            [backend.workspace.scratch, backend.workspace.sync, backend.workspace.static], "homes"
+        )
+        sizes.append((len(homes), len(backend.workspace.staging.entries)))
+    assert sizes[-1] == sizes[8], (
+        f"entries in scratch, sync and static, and in staging, grew from {sizes[8]} to {sizes[-1]} "
+        "in 16 batches of the same shape"
+    )
 
 
 @contextmanager

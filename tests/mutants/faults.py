@@ -835,7 +835,43 @@ FAULTS: tuple[Fault, ...] = (
         ),
         "graph_limits",
     ),
+    Fault(
+        "other_kind_left_live",
+        "a batch of one graph kind leaves the static buffers of another as they were",
+        ((_PREPARE, _PREPARE.replace("self.reset_batch_state()", "self.batch_info = None")),),
+        "two_graph_kinds",
+    ),
+    Fault(
+        "scales_left_on",
+        "a batch without scales keeps those of the batch before",
+        (
+            (
+                "            factors[:] = 1.0\n",
+                "            if batch.scales is not None:\n                factors[:] = 1.0\n",
+            ),
+            (
+                "            factors[:used] = np.repeat(np.asarray(scales, np.float32), lengths)\n",
+                "            if batch.scales is not None or not self.workspace.graph_room:\n"
+                "                factors[:] = 1.0\n"
+                "                factors[:used] = np.repeat(np.asarray(scales, np.float32), lengths)\n",
+            ),
+        ),
+        "graph_ops",
+    ),
     # -- running --
+    Fault(
+        "memory_grows",
+        "every shrink keeps its result in scratch under a new name",
+        (
+            (
+                _SHRINK_SUM,
+                "        h = (x.float()[:, None, None, :] * a).sum(-1)\n"
+                "        self.workspace.scratch[str(len(self.workspace.scratch))] = h.clone()\n"
+                "        return h\n",
+            ),
+        ),
+        "flat_memory",
+    ),
     Fault(
         "one_staging_buffer",
         "staging is used again without asking whether its copy has finished",
