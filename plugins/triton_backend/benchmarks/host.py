@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from lora_core import LoRABatch, SliceLayout, load_backend
 from lora_core.triton_kit import INTERPRETED
+from lora_core_triton.worklist import plan_batch
 
 
 def microseconds(call: Callable[[], object], repeats: int = 200) -> float:
@@ -32,14 +34,24 @@ def main() -> None:
     backend.init_graph("prefill", max_requests=256, max_tokens=16384)
     for requests in (1, 32, 256):
         slots = [i % 8 for i in range(requests)]
-        decode = LoRABatch([1] * requests, slots, "decode")
-        prefill = LoRABatch([8192 // requests] * requests, slots, "prefill")
-        print(
-            f"prepare {requests:3d} requests: decode eager {microseconds(lambda d=decode: backend.prepare_batch(d)):6.1f}"
-            f"  graph {microseconds(lambda d=decode: backend.prepare_batch(d, graph='decode')):6.1f}"
-            f"  prefill eager {microseconds(lambda p=prefill: backend.prepare_batch(p)):6.1f}"
-            f"  graph {microseconds(lambda p=prefill: backend.prepare_batch(p, graph='prefill')):6.1f}"
-        )
+        batches = {
+            "decode": LoRABatch([1] * requests, slots, "decode"),
+            "prefill": LoRABatch([8192 // requests] * requests, slots, "prefill"),
+        }
+        for mode, batch in batches.items():
+            for graph in (None, mode):
+
+                def repeated(batch: LoRABatch = batch, graph: Any = graph) -> None:
+                    backend.prepare_batch(batch, graph=graph)
+
+                def new(batch: LoRABatch = batch, graph: Any = graph) -> None:
+                    plan_batch.cache_clear()
+                    backend.prepare_batch(batch, graph=graph)
+
+                print(
+                    f"prepare {requests:3d} requests, {mode}, {'graph' if graph else 'eager'}: "
+                    f"repeated {microseconds(repeated):6.1f}, new {microseconds(new):6.1f}"
+                )
     if INTERPRETED:
         return
     weights = backend.allocate_weights(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -21,7 +20,7 @@ from lora_core.workspace import GraphRoom
 from lora_core_triton import tables
 from lora_core_triton.expand import expand
 from lora_core_triton.shrink import shrink
-from lora_core_triton.worklist import Room, Segments, WorkList, copy_list, fill, lay_out, most_tiles
+from lora_core_triton.worklist import WorkList, graph_rooms, most_tiles, plan_batch
 
 _COUNTERS = 1 << 14
 """Words of `workspace.sync`: tiles times column blocks of the largest batch whose sums are split."""
@@ -96,55 +95,40 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         return info
 
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> TritonBatchInfo:
-        requests = len(batch.lengths)
-        slots = np.fromiter(batch.slots, np.int32, requests)
-        scales = None
-        if batch.scales is not None:
-            scales = np.fromiter(batch.scales, np.float32, requests).view(np.int32)
-        lists = [Segments.of(slots, batch.lengths, scales)]
-        lists += [Segments.of(slots, kept, scales) for kept in batch.logits]
-        whole = lists[0]
-
-        if graph is None:
-            rooms, room_requests = tuple(_eager_rooms(requests, lists)), requests
-            meta = torch.empty(rooms[-1].end, dtype=torch.int32, device=self.device)
-        else:
-            room_requests, max_tokens = self._require_graph(
-                graph, requests=requests, tokens=whole.num_rows, passes=len(batch.logits)
+        lengths, slots = tuple(batch.lengths), tuple(batch.slots)
+        logits = tuple(map(tuple, batch.logits))
+        scales = None if batch.scales is None else tuple(batch.scales)
+        requests, room = len(lengths), None
+        if graph is not None:
+            room = self._require_graph(
+                graph, requests=requests, tokens=sum(lengths), passes=len(logits)
             )
-            rooms = _graph_rooms(graph, room_requests, max_tokens)
-            meta = self.workspace.static[graph]
-        slots_at = _slots_at(room_requests)
-        words = meta.numel()
-        entry = self.workspace.staging.acquire(words)
-        host = entry.host[:words]
-        host[: requests + 1] = whole.indptr
-        host[requests + 1 : room_requests + 1] = whole.num_rows
-        host[slots_at : slots_at + requests] = slots
-        host[slots_at + requests : slots_at + room_requests] = NO_LORA
-        works = [fill(host, room, segments) for room, segments in zip(rooms, lists, strict=False)]
-        if len(works) < len(rooms):  # a captured lm_head reads the second list, whoever replays
-            works.append(copy_list(host, works[0], rooms[1]))
+        plan = plan_batch(lengths, slots, logits, scales, graph, room, tables.GATHERED_MAX_ROWS)
+        if room is None:
+            room = GraphRoom(requests, plan.num_tokens)
+            meta = torch.empty(plan.words.size, dtype=torch.int32, device=self.device)
+        else:
+            meta = self.workspace.static[str(graph)]
+        entry = self.workspace.staging.acquire(plan.words.size)
+        entry.host[: plan.words.size] = plan.words
         entry.send(meta)
 
-        row_ends, of_requests = meta[: requests + 1], meta[slots_at : slots_at + requests]
+        at, most = plan.slots_at, room.max_requests
         static = None
         if graph is not None:
-            static = RequestTable(
-                meta[: room_requests + 1], meta[slots_at : slots_at + room_requests]
-            )
+            static = RequestTable(meta[: most + 1], meta[at : at + most])
         return TritonBatchInfo(
-            num_tokens=whole.num_rows,
+            num_tokens=plan.num_tokens,
             mode=batch.mode,
             graph=graph,
-            has_active_lora=works[0].num_tiles > 0,
-            req_seg_indptr=row_ends,
-            req_slots=of_requests,
+            has_active_lora=plan.lists[0].num_tiles > 0,
+            req_seg_indptr=meta[: requests + 1],
+            req_slots=meta[at : at + requests],
             static_requests=static,
             meta=meta,
-            work=works[0],
-            passes=tuple(works[1:]) or (works[0],),
-            highest_slot=int(whole.slots.max(initial=NO_LORA)),
+            work=plan.lists[0],
+            passes=plan.lists[1:] or plan.lists,
+            highest_slot=plan.highest_slot,
         )
 
     @override
@@ -163,7 +147,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 limit=f"graph kinds {sorted(self.capabilities.graphs)}",
                 value=kind,
             )
-        words = _graph_rooms(kind, max_requests, max_tokens)[-1].end
+        words = graph_rooms(kind, max_requests, max_tokens)[-1].end
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
         self._neutralise(kind)
@@ -373,34 +357,3 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that captured graphs fork to; always joined again within one op."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _slots_at(max_requests: int) -> int:
-    """Word offset of the request slots, behind the `max_requests + 1` row pointers."""
-    return (max_requests + 16) // 16 * 16
-
-
-def _lists_at(max_requests: int) -> int:
-    return _slots_at(max_requests) + (max_requests + 15) // 16 * 16
-
-
-def _eager_rooms(requests: int, lists: list[Segments]) -> list[Room]:
-    """Exactly the room that these lists need."""
-    rooms: list[Room] = []
-    at = _lists_at(requests)
-    for segments in lists:
-        gathered = segments.num_rows <= tables.GATHERED_MAX_ROWS
-        tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-        room = lay_out(at, segments.live_rows, len(segments.slots), tile_rows, gathered=gathered)
-        rooms.append(room)
-        at = room.end
-    return rooms
-
-
-@cache
-def _graph_rooms(kind: GraphKind, max_requests: int, max_tokens: int) -> tuple[Room, Room]:
-    """Room for any batch of a graph kind: all rows, and the rows of one lm_head pass."""
-    gathered = kind != "prefill"
-    tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-    first = lay_out(_lists_at(max_requests), max_tokens, max_requests, tile_rows, gathered=gathered)
-    return first, lay_out(first.end, max_tokens, max_requests, tile_rows, gathered=gathered)

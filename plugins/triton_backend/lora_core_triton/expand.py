@@ -9,7 +9,7 @@ With EMBEDDING, h is A itself, `[S, V, R]`, and a row's ranks are gathered by it
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN201, D103
+# ruff: noqa: ANN001, ANN201, ANN202, D103
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def expand_kernel(
         b_scale = tl.load(p_meta + 3).to(tl.float32, bitcast=True)
     if slot < 0:
         return
-    if SUBTILES > 1:
+    if SUBTILES > 1:  # noqa: SIM102 - the outer one is decided when compiling
         if count <= (p_program % SUBTILES) * BM:
             return
     m_m = o_m < count

@@ -11,7 +11,7 @@ of them and nothing is read or computed past a rank. A gathered tile is one prog
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN201, D103
+# ruff: noqa: ANN001, ANN201, ANN202, D103
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def shrink_kernel(
         o_row = (tl.load(p_meta + 1) + o_m).to(tl.int64)
     if slot < 0:
         return
-    if SUBTILES > 1:
+    if SUBTILES > 1:  # noqa: SIM102 - the outer one is decided when compiling
         if count <= (p_program % SUBTILES) * BM:
             return
     m_m = o_m < count

@@ -29,6 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_core.batch import NO_LORA
+from lora_core.capabilities import GraphKind
+from lora_core.workspace import GraphRoom
+from lora_core_triton import tables
 
 Ints = NDArray[np.signedinteger]
 ONE = int(np.float32(1.0).view(np.int32))
@@ -97,12 +100,9 @@ class Segments:
     def of(cls, slots: Ints, lengths: Sequence[int], scales: Ints | None) -> Segments:
         """Segments of requests with these slots, rows and scale bits."""
         requests = len(slots)
-        if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
-            indptr, rows = _one_each(requests)
-        else:
-            rows = np.fromiter(lengths, np.int32, requests)
-            indptr = np.zeros(requests + 1, np.int32)
-            rows.cumsum(out=indptr[1:])
+        rows = np.fromiter(lengths, np.int32, requests)
+        indptr = np.zeros(requests + 1, np.int32)
+        rows.cumsum(out=indptr[1:])
         num_rows = live_rows = int(indptr[-1])
         first = indptr[:-1]
         live = np.minimum(rows - 1, slots) >= 0
@@ -111,12 +111,6 @@ class Segments:
             scales = None if scales is None else scales[live]
             live_rows = int(rows.sum())
         return cls(indptr, num_rows, slots, first, rows, scales, live_rows)
-
-
-@lru_cache(maxsize=64)
-def _one_each(requests: int) -> tuple[Ints, Ints]:
-    """(indptr, rows) of requests of one row: the usual decode."""
-    return np.arange(requests + 1, dtype=np.int32), np.ones(requests, np.int32)
 
 
 def lay_out(at: int, rows: int, segments: int, tile_rows: int, *, gathered: bool) -> Room:
@@ -178,10 +172,98 @@ def fill(host: Ints, room: Room, segments: Segments) -> WorkList:
     return WorkList(room, segments.num_rows, total)
 
 
-def copy_list(host: Ints, source: WorkList, room: Room) -> WorkList:
-    """The same list once more, at another room of the same size."""
-    host[room.tiles_at : room.end] = host[source.room.tiles_at : source.room.end]
-    return WorkList(room, source.num_rows, source.num_tiles)
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about a batch that goes to the device, as one block of words.
+
+    Attributes:
+        words: row pointers [max_requests + 1], at `slots_at` the requests' slots [max_requests],
+            then the work lists.
+        slots_at: word offset of the slots.
+        lists: the list of all rows, then one per lm_head pass; in graph mode always two.
+        num_tokens: rows of the batch.
+        highest_slot: of the batch, `NO_LORA` without adapters.
+    """
+
+    words: Ints
+    slots_at: int
+    lists: tuple[WorkList, ...]
+    num_tokens: int
+    highest_slot: int
+
+
+@lru_cache(maxsize=128)
+def plan_batch(
+    lengths: tuple[int, ...],
+    slots: tuple[int, ...],
+    logits: tuple[tuple[int, ...], ...],
+    scales: tuple[float, ...] | None,
+    graph: GraphKind | None,
+    room: GraphRoom | None,
+    gathered_max_rows: int,
+) -> Plan:
+    """The words of a batch. Kept: decode forwards repeat their batch until a request comes or goes.
+
+    Args:
+        lengths: tokens of each request.
+        slots: slot of each request.
+        logits: per lm_head pass, rows of each request.
+        scales: factor of each request, or None.
+        graph: kind of the static buffer, or None.
+        room: what `init_graph` made for that kind, or None.
+        gathered_max_rows: eager lists of up to so many rows are gathered.
+    """
+    requests = len(lengths)
+    of_requests = np.fromiter(slots, np.int32, requests)
+    bits = None if scales is None else np.fromiter(scales, np.float32, requests).view(np.int32)
+    covered = [Segments.of(of_requests, kept, bits) for kept in (lengths, *logits)]
+    whole = covered[0]
+    most, rooms = requests, eager_rooms(requests, covered, gathered_max_rows)
+    if graph is not None and room is not None:
+        most, rooms = room.max_requests, graph_rooms(graph, *room)
+    words, slots_at = np.zeros(rooms[-1].end, np.int32), _slots_at(most)
+    words[: requests + 1] = whole.indptr
+    words[requests + 1 : most + 1] = whole.num_rows
+    words[slots_at : slots_at + requests] = of_requests
+    words[slots_at + requests : slots_at + most] = NO_LORA
+    lists = [fill(words, place, rows) for place, rows in zip(rooms, covered, strict=False)]
+    if len(lists) < len(rooms):  # a captured lm_head reads the second list, whoever replays
+        first, second = rooms
+        words[second.tiles_at : second.end] = words[first.tiles_at : first.end]
+        lists.append(WorkList(second, lists[0].num_rows, lists[0].num_tiles))
+    return Plan(
+        words, slots_at, tuple(lists), whole.num_rows, int(whole.slots.max(initial=NO_LORA))
+    )
+
+
+def eager_rooms(requests: int, lists: list[Segments], gathered_max_rows: int) -> list[Room]:
+    """Exactly the room that these lists need."""
+    rooms: list[Room] = []
+    at = _lists_at(requests)
+    for segments in lists:
+        gathered = segments.num_rows <= gathered_max_rows
+        groups = len(set(segments.slots.tolist())) if gathered else len(segments.slots)
+        tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
+        rooms.append(lay_out(at, segments.live_rows, groups, tile_rows, gathered=gathered))
+        at = rooms[-1].end
+    return rooms
+
+
+def graph_rooms(kind: GraphKind, max_requests: int, max_tokens: int) -> list[Room]:
+    """Room for any batch of a graph kind: all rows, and the rows of one lm_head pass."""
+    gathered = kind != "prefill"
+    tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
+    at = _lists_at(max_requests)
+    first = lay_out(at, max_tokens, max_requests, tile_rows, gathered=gathered)
+    return [first, lay_out(first.end, max_tokens, max_requests, tile_rows, gathered=gathered)]
+
+
+def _slots_at(max_requests: int) -> int:
+    return _up(max_requests + 1)
+
+
+def _lists_at(max_requests: int) -> int:
+    return _slots_at(max_requests) + _up(max_requests)
 
 
 def _rows_of(first: Ints, lengths: Ints) -> Ints:
