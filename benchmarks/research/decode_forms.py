@@ -35,7 +35,7 @@ SITES = {
     "qkv70tp8": (8192, (1024, 128, 128)),
 }
 POINTS = (  # tokens, adapters, rank, slots of the pool
-    (32, 8, 16, 8), (1, 1, 16, 8), (64, 8, 16, 8), (32, 32, 64, 32), (128, 8, 16, 8),
+    (32, 8, 16, 8), (1, 1, 16, 8), (64, 8, 16, 8), (128, 8, 16, 8), (32, 32, 64, 32),
 )  # fmt: skip
 WIDE_UP_TO = 1600
 """Spare rows above which the wide base is not tried."""
@@ -43,7 +43,7 @@ WIDE_UP_TO = 1600
 
 def fused_tiles(site: str, tokens: int) -> Iterator[Tile]:
     """Variants of the one-launch form."""
-    if tokens > 64:
+    if tokens > 128:
         return
     make = partial(tile, band(tokens))
     if site in ("o", "qkv", "down"):
@@ -74,14 +74,17 @@ def tile(
     bm: int, bn: int, bk: int, *, split: int = 1, warps: int = 4, ahead: int = 8, h_split: int = 4
 ) -> Tile:
     """One choice, as many stages as let two programs share a multiprocessor."""
-    stages = min(8, (113 * 1024 - bn * 256) // ((bn + bm) * bk * 2))
+    chunk = 8 if bm <= 32 else 4
+    stages = min(
+        8, (113 * 1024 - (bn + (bm if bm > 64 else 0)) * chunk * 32) // ((bn + bm) * bk * 2)
+    )
     names = {
         "BN": bn,
         "BK": bk,
         "SPLIT": split,
         "BKH": 128,
         "H_SPLIT": h_split,
-        "CHUNK": 8,
+        "CHUNK": chunk,
         "AHEAD": ahead,
     }
     return Tile(names, num_warps=warps, num_stages=stages)

@@ -1,6 +1,7 @@
 """decode: base product, shrink and expand of one linear site in one launch, for few rows.
 
-    out[t] = W @ x[t] + bias + scale(t) * sum_s scaling[slot(t), s] * B[slot(t)] @ (A[slot(t), s] @ x[t])
+    h[t, s] = scale(t) * scaling[slot(t), s] * A[slot(t), s] @ x[t]
+    out[t]  = W @ x[t] + bias + sum_s B[slot(t)] @ h[t, s]
 
 Few rows leave the base product waiting for memory, so LoRA rides along:
 
@@ -42,7 +43,6 @@ from lora_core_triton.worklist import WorkList
 _ON_GPU = tl.constexpr(not INTERPRETED)
 MAX_ROWS = 128
 """What the kernel can do; up to where it pays is the table's business."""
-_TILE_ROWS = 16
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles"])
@@ -99,7 +99,7 @@ def decode_kernel(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         _shrink_part(
-            x, a, ranks, scalings, meta, h, parts, sync, K, tiles, tiles_at, rows_at, x_row, a_slot,
+            x, a, ranks, scalings, meta, h, parts, sync, K, tiles, tiles_at, rows_at, scales_at, x_row, a_slot,
             a_slice, a_rank, pid, NUM_SLICES, RANK, EVEN_K, BM, BKH, H_SPLIT, STAGES,
         )  # fmt: skip
         tl.debug_barrier()
@@ -133,18 +133,11 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    # the tiles, and which row has which scale: loads that are long done when they are needed
+    # the tiles and their first ranks of B: loads that are long done when they are needed
     o_t = tl.arange(0, BM)  # there are no more tiles than rows
-    p_tile = meta + tiles_at + 4 * o_t
-    t_slot = tl.load(p_tile, mask=o_t < tiles, other=-1)
-    t_live = t_slot >= 0
-    t_first = tl.load(p_tile + 1, mask=o_t < tiles, other=BM)
-    t_count = tl.where(t_live, tl.load(p_tile + 2, mask=o_t < tiles, other=0), 0)
-    listed = tl.sum(t_count)
-    row_of = tl.load(meta + rows_at + o_i, mask=o_i < listed, other=-1)
-    scale_of = tl.load(meta + scales_at + o_i, mask=o_i < listed, other=0)
-    t_rank = tl.load(ranks + t_slot * NUM_SLICES + s, mask=t_live, other=0)
-    live = tl.sum(t_live.to(tl.int32))
+    t_slot = tl.load(meta + tiles_at + 4 * o_t, mask=o_t < tiles, other=-1)
+    t_rank = tl.load(ranks + t_slot * NUM_SLICES + s, mask=t_slot >= 0, other=0)
+    live = tl.sum((t_slot >= 0).to(tl.int32))
     top = tl.max(t_rank)
     o_j = tl.arange(0, CHUNK * 16)
     slot = tl.load(meta + tiles_at + 4 * (o_j // 16), mask=o_j // 16 < live, other=0)
@@ -213,14 +206,11 @@ def decode_kernel(
             delta = tl.zeros((BN, BM), tl.float32)
             for t in range(live):
                 own_slot = tl.load(meta + tiles_at + 4 * t)
-                first = tl.load(meta + tiles_at + 4 * t + 1)
                 count = tl.load(meta + tiles_at + 4 * t + 2)
                 own_rank = tl.load(ranks + own_slot * NUM_SLICES + s)
-                own = (o_i >= first) & (o_i < first + count)
-                mine = (
-                    tl.sum((own[:, None] & (row_of[:, None] == o_i[None, :])).to(tl.int32), 0) > 0
-                )
-                o_r = tl.arange(0, 16)
+                o_m, o_r = tl.arange(0, 16), tl.arange(0, 16)
+                row = tl.load(meta + rows_at + t * 16 + o_m, mask=o_m < count, other=-1)
+                mine = tl.sum((row[:, None] == o_i[None, :]).to(tl.int32), 0) > 0
                 own_b = b + own_slot.to(tl.int64) * b_slot + o_n.to(tl.int64)[:, None] * b_column
                 own_delta = tl.zeros((BN, BM), tl.float32)
                 for r0 in range(0, own_rank, 16):
@@ -235,13 +225,8 @@ def decode_kernel(
                     b_own = tl.load(own_b + own_r[None, :] * b_rank, mask=m_own, other=0.0)
                     own_delta = dot(b_own, h_own, own_delta)
                 delta = tl.where(mine[None, :], own_delta, delta)
-        # position p of the list is a row of the tile that covers p
-        within = (t_first[None, :] <= o_i[:, None]) & (o_i[:, None] < (t_first + t_count)[None, :])
-        rank_of = tl.sum(tl.where(within, t_rank[None, :], 0), 1)
-        is_row = (row_of[:, None] == o_i[None, :]) & (rank_of > 0)[:, None]
-        scale = tl.sum(tl.where(is_row, scale_of.to(tl.float32, bitcast=True)[:, None], 0.0), 0)
-        touched = tl.sum(is_row.to(tl.int32), 0) > 0
-        acc = tl.where(touched[None, :], acc + scale[None, :] * delta, acc)
+        # rows without a delta stay as they are: adding 0.0 would turn -0.0 into 0.0
+        acc = tl.where(delta == 0, acc, acc + delta)
     m_out = (o_i < num_rows)[None, :] & (o_n < end)[:, None]
     p_out = out + o_i.to(tl.int64)[None, :] * OFFSETS[NUM_SLICES] + o_n[:, None]
     tl.store(p_out, acc.to(out.dtype.element_ty), mask=m_out)
@@ -280,22 +265,24 @@ def _prefetch(pointers):
 
 @triton.jit
 def _shrink_part(
-    x, a, ranks, scalings, meta, h, parts, sync, K, tiles, tiles_at, rows_at, x_row, a_slot, a_slice,
+    x, a, ranks, scalings, meta, h, parts, sync, K, tiles, tiles_at, rows_at, scales_at, x_row, a_slot, a_slice,
     a_rank, pid, NUM_SLICES: tl.constexpr, RANK: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BKH: tl.constexpr, H_SPLIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One part of K of `h = scaling * A @ x` for one tile and one slice, or of its sum."""
+    """One part of K of h for one tile and one slice; the last part to arrive sums them all."""
     part = pid % H_SPLIT
     s = pid // H_SPLIT % NUM_SLICES
     tile = pid // (H_SPLIT * NUM_SLICES)
     slot = tl.load(meta + tiles_at + 4 * tile)
     if slot >= 0:
-        first = tl.load(meta + tiles_at + 4 * tile + 1)
         count = tl.load(meta + tiles_at + 4 * tile + 2)
         rank = tl.load(ranks + slot * NUM_SLICES + s)
+        scaling = tl.load(scalings + slot * NUM_SLICES + s)
         o_m, o_r, o_k = tl.arange(0, 16), tl.arange(0, 16), tl.arange(0, BKH)
         m_m = o_m < count
-        row = tl.load(meta + rows_at + first + o_m, mask=m_m, other=0)
+        row = tl.load(meta + rows_at + tile * 16 + o_m, mask=m_m, other=0)
+        scale = tl.load(meta + scales_at + tile * 16 + o_m, mask=m_m, other=0)
+        factor = scale.to(tl.float32, bitcast=True) * scaling
         p_x = x + row.to(tl.int64) * x_row
         k_part = tl.cdiv(tl.cdiv(K, H_SPLIT), BKH) * BKH
         k_begin = part * k_part
@@ -318,7 +305,6 @@ def _shrink_part(
         arrivals = sync + 2 + s * BM + tile
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == H_SPLIT - 1:
             tl.store(arrivals, 0)
-            scaling = tl.load(scalings + slot * NUM_SLICES + s)
             p_h = h + (s * tiles + tile) * (RANK * BM)
             o_i = tl.arange(0, BM)
             for r0 in range(0, rank, 16):
@@ -333,7 +319,7 @@ def _shrink_part(
                     total += tl.load(from_part, cache_modifier=".cg")
                 tl.debug_barrier()  # the zeros come first
                 p_own = p_h + r[:, None] * BM + row[None, :]
-                tl.store(p_own, (total * scaling).to(h.dtype.element_ty), mask=m_m[None, :])
+                tl.store(p_own, (total * factor[None, :]).to(h.dtype.element_ty), mask=m_m[None, :])
 
 
 def decode(
