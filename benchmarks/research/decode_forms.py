@@ -75,9 +75,7 @@ def tile(
 ) -> Tile:
     """One choice, as many stages as let two programs share a multiprocessor."""
     chunk = 8 if bm <= 32 else 4
-    stages = min(
-        8, (113 * 1024 - (bn + (bm if bm > 64 else 0)) * chunk * 32) // ((bn + bm) * bk * 2)
-    )
+    stages = max(2, min(8, (113 * 1024 - bn * chunk * 32) // ((bn + bm) * bk * 2)))
     names = {
         "BN": bn,
         "BK": bk,
