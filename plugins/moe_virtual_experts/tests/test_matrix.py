@@ -1,0 +1,123 @@
+"""Experts beside every dense backend: the slots of rows are all they share, so the bits are the same.
+
+Eager, in decode and prefill graphs that were captured without adapters, and while a rank is idle.
+Graphs are CUDA graphs on a GPU; on a CPU every kernel launch is recorded with its arguments and run
+again, which is what a graph does.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lora_core import LoRABatch, MoERouting, list_backends, load_backend
+from lora_core.plugins import registry
+from lora_core.testing.capture import Captured
+from lora_core.testing.moe_case import MoECase, MoEProblem
+from lora_core.triton_kit import INTERPRETED, Rule, Tile, TileTable
+from lora_core_moe_virtual_experts import tiles
+from lora_core_moe_virtual_experts.backend import VirtualExpertsBackend
+
+pytestmark = pytest.mark.skipif(
+    VirtualExpertsBackend.unavailable_reason() is not None,
+    reason=str(VirtualExpertsBackend.unavailable_reason()),
+)
+DENSE = [spec.name for spec in list_backends() if len(registry().found["dense"][spec.name]) == 1]
+BATCHES = {
+    "decode": LoRABatch([1, 1, 1, 1, 1], [0, 1, -1, 0, 1], mode="decode"),
+    "prefill": LoRABatch([2, 0, 1, 2], [1, 0, -1, 0], mode="prefill"),
+}
+ROWS = 6  # one more than the batches have: padding
+
+
+@pytest.fixture(params=DENSE)
+def dense(request):
+    backend = load_backend(request.param, device=VirtualExpertsBackend.default_device())
+    for kind in backend.capabilities.graphs & BATCHES.keys():
+        backend.init_graph(kind, max_requests=8, max_tokens=ROWS)
+    return backend
+
+
+@pytest.fixture(params=[False, True], ids=["per-expert", "shared-outer"])
+def layer(request, monkeypatch):
+    if INTERPRETED:  # as few programs as do the work
+        rule = Rule(Tile({"BC": 16, "BK": 32, "SPLITS": 1}), "few programs")
+        monkeypatch.setattr(tiles, "SHRINK", TileTable("shrink", tiles.SHRINK.keys, [rule]))
+    return Layer(shared=request.param)
+
+
+class Layer:
+    """gate_up and down of one experts module, with something between them."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.backend = VirtualExpertsBackend()
+        case = MoECase(slots=(0,) * ROWS, top_k=1, ranks=(4, 3), inner=16, shared=shared)
+        self.up, self.down = (
+            MoEProblem(case.but(op=op), self.backend.device) for op in ("gate_up", "down_rows")
+        )
+
+    def run(self, routing: MoERouting) -> torch.Tensor:
+        route = self.backend.route(routing)
+        hidden = self.backend.gate_up(self.up.x, self.up.weights, route, self.up.base.clone())
+        inner = hidden[..., :16] * hidden[..., 16:]
+        return self.backend.down(inner, self.down.weights, route, self.down.base.clone())
+
+    def local(self, info) -> MoERouting:
+        known = self.up.routing
+        return MoERouting.local(
+            info, known.topk_ids, known.topk_weights, num_experts=4, num_slots=2
+        )
+
+    def given(self, slots) -> torch.Tensor:
+        """The result with these slots, whatever any dense backend does."""
+        known = self.up.routing
+        return self.run(
+            MoERouting(
+                topk_ids=known.topk_ids,
+                topk_weights=known.topk_weights,
+                slots=torch.tensor(slots, dtype=torch.int32, device=known.topk_ids.device),
+                num_experts=4,
+                num_slots=2,
+            )
+        )
+
+
+def rows_of(batch: LoRABatch) -> list[int]:
+    slots = [s for s, n in zip(batch.slots, batch.lengths, strict=True) for _ in range(n)]
+    return slots + [-1] * (ROWS - len(slots))
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_eager(dense, layer, kind):
+    batch = BATCHES[kind]
+    found = layer.run(layer.local(dense.prepare_batch(batch)))
+    assert torch.equal(found, layer.given(rows_of(batch)))
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_graph(dense, layer, kind):
+    batch = BATCHES[kind]
+    if kind not in dense.capabilities.graphs:
+        assert dense.name not in {"torch", "triton", "csgmv"}
+        return
+    nothing = LoRABatch([1], [-1], mode=batch.mode)
+    dense.prepare_batch(nothing, graph=kind)
+    captured = Captured(layer.backend.device, lambda: layer.run(layer.local(dense.batch_info)))
+    base = layer.given([-1] * ROWS)
+    assert torch.equal(captured.result, base)
+    dense.prepare_batch(batch, graph=kind)
+    captured.replay()
+    assert torch.equal(captured.result, layer.given(rows_of(batch)))
+    dense.reset_batch_state()
+    captured.replay()
+    assert torch.equal(captured.result, base), "a stray replay after a reset adds nothing"
+
+
+def test_idle(dense, layer):
+    """No batch: local rows are the base's, rows from other ranks keep their adapters."""
+    dense.prepare_batch(BATCHES["decode"])
+    dense.reset_batch_state()
+    routing = layer.local(dense.batch_info)
+    assert routing.inert
+    assert torch.equal(layer.run(routing), layer.given([-1] * ROWS))
+    assert not torch.equal(layer.given([0, 1, 0, 1, 0, 1]), layer.given([-1] * ROWS))
