@@ -1,6 +1,9 @@
 # ruff: noqa: ANN001, ANN201 - Triton's jit reads annotations itself: only constexpr means anything
 """Wide base: the shrink as spare rows of the base weight, then one expand kernel.
 
+`WideWeight` is how a module's weight is given spare rows and gets rid of them again, `WideBase` the
+two launches that were timed. docs/what-did-not-pay.md says what came of it.
+
 `W_ext = [W; A]` with A as `[S * SLICES * R, K]`: one library product gives `[y | h]` of every slot.
 The expand reads h from the spare columns, for the rows of each slot, and adds into y.
 """
@@ -10,7 +13,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 
 @triton.jit
@@ -84,6 +88,74 @@ def row_blocks(row_slots: Tensor, bm: int) -> tuple[Tensor, Tensor, Tensor, Tens
                  for v in (perm, slots, begins, ends))  # fmt: skip
 
 
+class WideWeight:
+    """A linear module whose weight has spare rows behind it, where A lives.
+
+    The module's parameter keeps its identity, shape and values; only the memory behind it is new: the
+    beginning of a larger block. It is an alias of exactly its own size (through DLPack), so that
+    `torch.save` and `state_dict` see the base weight and no byte of an adapter.
+
+    Attributes:
+        module: the linear module.
+        whole: `[N + S * n_slices * R, K]`.
+        a: `[S, n_slices, R, K]`, the spare rows; zero at first.
+
+    Args:
+        module: with a plain weight; `why_not` must have nothing against it.
+        num_slots: S.
+        num_slices: n_slices.
+        max_rank: R.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, num_slots: int, num_slices: int, max_rank: int
+    ) -> None:
+        weight = module.weight
+        n, k = weight.shape
+        spare = num_slots * num_slices * max_rank
+        self.module = module
+        self.whole = weight.new_empty(n + spare, k, requires_grad=False)
+        self.whole[:n].copy_(weight.detach())
+        self.whole[n:].zero_()
+        self.a = self.whole[n:].view(num_slots, num_slices, max_rank, k)
+        weight.data = torch.from_dlpack(self.whole[:n])
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory beyond the base weight: that of A, which any backend needs."""
+        return self.a.numel() * self.a.element_size()
+
+    def product(self, x: Tensor) -> Tensor:
+        """`[y | h]`, `[T, N + S * n_slices * R]`, without the module's bias."""
+        return functional.linear(x, self.whole)
+
+    def detach(self) -> None:
+        """Give the module a weight of its own again, bit for bit."""
+        self.module.weight.data = self.module.weight.detach().clone()
+
+
+def why_not(
+    module: nn.Module, model: nn.Module, spare_rows: int, *, most: int = 1600
+) -> str | None:
+    """Why a module's weight cannot have spare rows, for `explain()`; None when it can."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or not weight.is_floating_point():
+        return "its weight is not a plain matrix (quantised?)"
+    if not weight.is_contiguous():
+        return "its weight is not contiguous"
+    if spare_rows > most:
+        return f"{spare_rows} spare rows are more than {most}: the product would cost more than a shrink"
+    users = [
+        name for name, child in model.named_modules() if getattr(child, "weight", None) is weight
+    ]
+    if len(users) > 1:
+        return f"its weight is tied: {', '.join(users)}"
+    storage = weight.untyped_storage()
+    if storage.nbytes() != weight.numel() * weight.element_size():
+        return "its weight shares its memory with other tensors"
+    return None
+
+
 class WideBase:
     """A base weight with spare rows, and the launch of its expand."""
 
@@ -104,7 +176,7 @@ class WideBase:
 
     def product(self, x: Tensor) -> Tensor:
         """`[y | h]`."""
-        return torch.nn.functional.linear(x, self.weight)
+        return functional.linear(x, self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = self.product(x)
