@@ -5,7 +5,10 @@ makes few of them, whatever adapters the rows have:
 
     p = x @ [A_0; A_1; ...]^T       every row with the first c ranks of every slot
     g = p[live] * factor            the row's own slot, its own rank, scaled
-    y += bag(g, B's columns)        each row the sum of its own columns
+    y -= bag(-g, B's columns)       each row the sum of its own columns
+
+The last line has its signs turned because a row without a delta is an empty bag, which is 0.0:
+subtracting that leaves every number as it is, while adding it would turn -0.0 into 0.0.
 
 The shape of the product depends on the rows, the pool, and c, the row's own rank rounded up: never
 on a neighbour. So neither do its bits. What lies past a rank or in another slot is computed and
@@ -116,9 +119,9 @@ class SlicePlan:
     p: Tensor  # into the products, flat, one after the other
     h: Tensor  # into h `[T', n_slices, R]`, flat
     column: Tensor  # into `StackedWeights.columns`
-    factor: Tensor  # scaling of the slot, times scale of the row
-    bags: Tensor  # [rows with a delta] where each begins
-    rows: Tensor | None  # those rows; None: the first ones, without a gap
+    factor: Tensor  # scaling of the slot, times scale of the row, negated
+    bags: Tensor  # where each row's entries begin
+    rows: Tensor | None  # the rows that have a bag; None: all T'
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +142,7 @@ def shrink(x: Tensor, weights: StackedWeights, plan: Plan) -> Tensor:
     return h
 
 
-def expand(h: Tensor, weights: StackedWeights, out: Tensor, plan: Plan) -> None:
+def expand(h: Tensor, weights: StackedWeights, plan: Plan, out: Tensor) -> None:
     """`out [T', N]` += the scaled delta of every live row."""
     flat = h.view(-1)
     for s, part in enumerate(plan.slices):
@@ -147,7 +150,7 @@ def expand(h: Tensor, weights: StackedWeights, out: Tensor, plan: Plan) -> None:
             _add(flat.index_select(0, part.h), weights, out, s, part)
 
 
-def add_delta(x: Tensor, weights: StackedWeights, out: Tensor, plan: Plan) -> None:
+def add_delta(x: Tensor, weights: StackedWeights, plan: Plan, out: Tensor) -> None:
     """Both at once, without h in between; the same bits."""
     p = _products(x, weights, plan)
     for s, part in enumerate(plan.slices):
@@ -156,24 +159,25 @@ def add_delta(x: Tensor, weights: StackedWeights, out: Tensor, plan: Plan) -> No
 
 
 def _products(x: Tensor, weights: StackedWeights, plan: Plan) -> Tensor:
-    found = [torch.mm(x, weights.products[c]).view(-1) for c in plan.classes]
-    return found[0] if len(found) == 1 else torch.cat(found or [x.new_empty(0)])
+    """The products of every rank class needed, flat, one after the other."""
+    classes, matrices = plan.classes, weights.products
+    if len(classes) == 1:
+        return torch.mm(x, matrices[classes[0]]).view(-1)
+    return torch.cat([torch.mm(x, matrices[c]).view(-1) for c in classes] or [x.new_empty(0)])
 
 
 def _add(live: Tensor, weights: StackedWeights, out: Tensor, s: int, part: SlicePlan) -> None:
-    columns, offsets = weights.columns, weights.layout.offsets
-    if len(offsets) > 2:
-        span = slice(offsets[s], offsets[s + 1])
+    columns = weights.columns
+    if len(weights.layout.widths) > 1:
+        span = slice(weights.layout.offsets[s], weights.layout.offsets[s + 1])
         columns, out = columns[:, span], out[:, span]
-    delta = torch.embedding_bag(
+    negated = torch.embedding_bag(
         columns, part.column, part.bags, False, 0, False, live.mul_(part.factor)
     )[0]
-    if part.rows is not None:
-        out.index_add_(0, part.rows, delta)
-    elif delta.shape[0] == out.shape[0]:
-        out.add_(delta)
+    if part.rows is None:
+        out.sub_(negated)
     else:
-        out[: delta.shape[0]].add_(delta)
+        out.index_add_(0, part.rows, negated, alpha=-1)
 
 
 def _rank_class(rank: int, max_rank: int) -> int:
@@ -209,19 +213,22 @@ def _plan(
             c = _rank_class(ranks[slot][s], max_rank)
             return begins[c] + row * (c * n * num_slots) + (r * n + s) * num_slots + slot
 
-        bags = accumulate((ranks[row_slots[row]][s] for row in rows[:-1]), initial=0)
+        # passing over a row costs less than naming it, unless most are passed over
+        named = rows if 2 * len(rows) < num_rows else range(num_rows)
+        sizes = {row: ranks[row_slots[row]][s] for row in rows}
+        bags = list(accumulate((sizes.get(row, 0) for row in named), initial=0))
         return SlicePlan(
             p=_ints(index(*entry) for entry in live),
             h=_ints((row * n + s) * max_rank + r for row, _, r in live),
             column=_ints(slot * max_rank + r for _, slot, r in live),
             factor=torch.tensor(
                 [
-                    scalings[slot][s] * (1.0 if scales is None else scales[row])
+                    -scalings[slot][s] * (1.0 if scales is None else scales[row])
                     for row, slot, _ in live
                 ]
             ),
-            bags=_ints(bags),
-            rows=None if rows == list(range(len(rows))) else _ints(rows),
+            bags=_ints(bags[:-1]),
+            rows=_ints(rows) if named is rows else None,
         )
 
     return Plan(classes=tuple(classes), slices=tuple(slice_plan(s) for s in range(n)))

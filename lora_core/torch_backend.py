@@ -309,17 +309,17 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
             return out
         if weights.full:
             self._replace(x, base, weights, out, rows, info.graph)
-        if weights.output_scale is None:
-            few = self._few_rows(rows, weights, x.shape[0], info.graph)
-            if few and out.dtype == torch.float32:
-                few_rows.add_delta(x, few[0], out, few[1])
-            else:
-                h = self._shrink(x, weights, rows, graph=info.graph)
-                self._expand(h, weights, out, rows, graph=info.graph)
-            if (extra := weights.bias) is not None:
-                self._per_row(out, rows, weights, info.graph, lambda y, slot: y + extra[slot])
-            return out
-        return self._dora(x, base, weights, weights.output_scale, out, rows, info)
+        if weights.output_scale is not None:
+            return self._dora(x, base, weights, weights.output_scale, out, rows, info)
+        few = self._few_rows(rows, weights, x.shape[0], info.graph)
+        if few and out.dtype == torch.float32:
+            few_rows.add_delta(x, *few, out)
+        else:
+            h = self._shrink(x, weights, rows, graph=info.graph)
+            self._expand(h, weights, out, rows, graph=info.graph)
+        if (extra := weights.bias) is not None:
+            self._per_row(out, rows, weights, info.graph, lambda y, slot: y + extra[slot])
+        return out
 
     def _dora(
         self,
@@ -380,7 +380,7 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
         if self._on_host(graph):
             few = self._few_rows(rows, weights, out.shape[0], graph)
             if few and out.dtype == torch.float32:
-                few_rows.expand(h, few[0], out, few[1])
+                few_rows.expand(h, *few, out)
                 return
             ranks, scalings = weights.ranks.tolist(), weights.scalings.tolist()
             for slot, start, end, scale in rows.segments:

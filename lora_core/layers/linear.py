@@ -154,7 +154,7 @@ class LoRALinear(LoRALayer):
             out = backend.linear(rows, base, weights)
         else:
             out = backend.lm_head(rows, base, weights, logits_pass=logits_pass)
-        return out if x.dim() == 2 else out.view(x.shape[:-1] + out.shape[-1:])
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], -1)
 
 
 def view_linear(module: nn.Module) -> PlainLinear:

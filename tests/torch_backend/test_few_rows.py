@@ -162,3 +162,17 @@ def test_replaced_fields_keep_the_layout(backend):
     scaled = dataclasses.replace(weights, output_scale=torch.ones(S, 24))
     assert isinstance(scaled, StackedWeights)
     assert scaled.products[8].data_ptr() == weights.products[8].data_ptr()
+
+
+@pytest.mark.parametrize("slots", [[1, -1, 3, -1, 4], [-1, -1, -1, 1, -1]], ids=["most", "few"])
+def test_rows_without_a_delta_keep_their_zeros_signs(backend, slots):
+    weights = stacked(backend, (24,))
+    base_rows = [row for row, slot in enumerate(slots) if slot < 0]
+    out = torch.full((6, 24), -0.0)
+    out[:, ::2] = 0.0
+    before = out.clone().view(torch.int32)
+    backend.prepare_batch(LoRABatch(lengths=[1] * 5, slots=slots))
+    h = backend.shrink(torch.randn(6, K), weights)
+    backend.expand(h, weights, out)
+    assert torch.equal(out.view(torch.int32)[[*base_rows, 5]], before[[*base_rows, 5]])
+    assert not torch.equal(out.view(torch.int32), before)
