@@ -7,10 +7,9 @@ from itertools import product
 from typing import Any
 
 from lora_core.triton_kit import AotCase, Tile, TileTable
-from lora_core.triton_kit.tiles import parameters
 from lora_core_csgmv.kernels.expand import expand
 from lora_core_csgmv.kernels.shrink import shrink
-from lora_core_csgmv.tiles import EXPAND, SHRINK
+from lora_core_csgmv.tiles import EXPAND, SHRINK, parameters
 
 _DTYPES = {
     "bf16": 2,

@@ -16,7 +16,6 @@ from lora_core.batch import NO_LORA, LoRABatch, RequestTable
 from lora_core.capabilities import Capabilities, DTypeName, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
 from lora_core.triton_kit import INTERPRETED, Launch, family
-from lora_core.triton_kit.tiles import parameters
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
@@ -24,7 +23,7 @@ from lora_core_csgmv.kernels.expand import expand as expand_kernel
 from lora_core_csgmv.kernels.shrink import ROWS_OF_A
 from lora_core_csgmv.kernels.shrink import shrink as shrink_kernel
 from lora_core_csgmv.segments import counting, plan_segments, room_for
-from lora_core_csgmv.tiles import EXPAND, SHRINK, split_length
+from lora_core_csgmv.tiles import EXPAND, SHRINK, parameters, split_length
 
 _ARRIVALS = 1 << 15
 """Counters of the shrink that splits K over programs, as many as rows times blocks of 64 rows of A.

@@ -6,10 +6,17 @@ What a sum's rounding depends on is not in these tables but in `split_length`, a
 
 from __future__ import annotations
 
+from typing import Any
+
 from lora_core.triton_kit import Rule, Tile, TileTable
 
 MIN_SPLIT = 128
 """Every BLOCK_K is at most half of it: a loop of one step would be folded into the sum around it."""
+
+
+def parameters(tile: Tile) -> dict[str, Any]:
+    """Constexprs and launch options of a tile as keyword arguments of `Launch`."""
+    return {**tile.constexprs, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
 def split_length(in_features: int) -> int:
