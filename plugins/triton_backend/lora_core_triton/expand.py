@@ -9,7 +9,7 @@ With EMBEDDING, h is A itself, `[S, V, R]`, and a row's ranks are gathered by it
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# ruff: noqa: ANN001, ANN201, ANN202, D103
+# ruff: noqa: ANN001, ANN201, D103
 
 from __future__ import annotations
 
