@@ -30,8 +30,8 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train-adapters test test-slow coverage check format docs picture clean \
-	refresh-constraints
+.PHONY: help setup demo train-adapters test test-slow coverage check format docs mutants \
+	compile-kernels bench gpu clean refresh-constraints
 
 help:
 	@sed -n '2,/^$$/p' Makefile | sed 's/^# \{0,1\}//'
@@ -81,14 +81,14 @@ check: $(CHECK_STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(CHECK_STAMP)
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 docs: $(CHECK_STAMP)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
 coverage: $(PROJECT_STAMP)
@@ -96,6 +96,21 @@ coverage: $(PROJECT_STAMP)
 	$(TEST_ENV) COVERAGE_FILE=build/coverage/data $(BIN)/coverage run -m pytest -m "not slow" tests
 	cd build/coverage && COVERAGE_FILE=data ../../$(BIN)/coverage combine --quiet
 	COVERAGE_FILE=build/coverage/data $(BIN)/coverage report
+
+# Deliberately wrong backends, each of which the conformance suite must catch.
+mutants: $(PROJECT_STAMP)
+	$(TEST_ENV) $(BIN)/python -m tests.mutants.run
+
+# Every kernel for GPUs that are not there: finds what the interpreter cannot.
+compile-kernels: $(PROJECT_STAMP)
+	$(BIN)/python -m lora_core.triton_kit.aot
+
+bench: $(PROJECT_STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+# On a machine with a CUDA device: the whole suite, where missing hardware is a failure.
+gpu: $(PROJECT_STAMP)
+	$(BIN)/python -m pytest -m "cuda or not slow" tests plugins
 
 train-adapters: $(PROJECT_STAMP)
 	$(BIN)/python examples/train_adapters.py
