@@ -15,19 +15,12 @@ from lora_core.backend import BackendConfig, BaseModule, LoRABackend
 from lora_core.batch import NO_LORA, LoRABatch, RequestTable
 from lora_core.capabilities import Capabilities, DTypeName, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
-from lora_core.triton_kit import INTERPRETED, Launch, family
+from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
-from lora_core_csgmv.kernels.expand import expand as expand_kernel
-from lora_core_csgmv.kernels.shrink import ROWS_OF_A
-from lora_core_csgmv.kernels.shrink import shrink as shrink_kernel
+from lora_core_csgmv.launches import ARRIVALS, expand_call, shrink_call
 from lora_core_csgmv.segments import counting, plan_segments, room_for
-from lora_core_csgmv.tiles import EXPAND, SHRINK, parameters, split_length
-
-_ARRIVALS = 1 << 15
-"""Counters of the shrink that splits K over programs, as many as rows times blocks of 64 rows of A.
-Larger calls have segments enough to fill the chip, and sum K in one program each, to the same bits."""
 
 _PROGRAMS_PER_SM = 8
 """In a graph: programs that share the work, whatever the batch turns out to be at replay."""
@@ -62,13 +55,13 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     ) -> None:
         super().__init__(device=device, config=config)
         cuda = self.device.type == "cuda"
-        self._family = family(self.device)
+        self._chip = family(self.device)
         self._multiprocessors = (
             torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         )
         self._side = torch.cuda.Stream(self.device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
         self.workspace.sync["arrivals"] = torch.zeros(
-            _ARRIVALS, dtype=torch.int32, device=self.device
+            ARRIVALS, dtype=torch.int32, device=self.device
         )
 
     @classmethod
@@ -342,29 +335,14 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         return out
 
     def _shrink(self, x: Tensor, weights: LoRAWeights, segments: Segments, h: Tensor) -> None:
-        rows, in_features = x.shape
-        a, n = weights.a, weights.layout.num_slices
+        rows = x.shape[0]
         if not rows:
             return
-        plan = _shrink_plan(self._family, rows, in_features, n, weights.max_rank, x.element_size())
-        arrivals = partials = self.workspace.sync["arrivals"]
-        if plan.parallel:
-            partials = x.new_empty(plan.parts * rows * n * weights.max_rank, dtype=torch.float32)
-        plan.launch(
-            (self._programs(min(segments.bound, rows) * plan.units, segments), 1, 1),
-            x,
-            a,
-            weights.ranks,
-            h,
-            partials,
-            arrivals,
-            segments.block,
-            segments.room.segments,
-            rows,
-            in_features,
-            x.stride(0),
-            *a.stride(),
-        )
+        arrivals = self.workspace.sync["arrivals"]
+        call = shrink_call(self._chip, x, weights, h, arrivals, segments)
+        partials = x.new_empty(call.partials, dtype=torch.float32) if call.partials else arrivals
+        grid = self._programs(min(segments.bound, rows) * call.units, segments), 1, 1
+        call.launch(grid, x, h, partials, segments.block, segments.room.segments, rows, x.stride(0))
 
     def _expand(
         self,
@@ -376,37 +354,14 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         ids: Tensor | None = None,
         overtakes: bool = False,
     ) -> None:
-        rows, b = out.shape[0], weights.b
+        rows = out.shape[0]
         if not rows:
             return
-        plan = _expand_plan(
-            self._family,
-            rows,
-            weights.layout.widths,
-            weights.max_rank,
-            b.element_size(),
-            ids is not None,
-            overtakes,
-        )
-        strides: tuple[int, ...]
-        if ids is None:
-            source, strides = segments.block, (0, h.stride(0), h.stride(2))
-        else:
-            source, strides = ids, weights.a.stride()
-        plan.launch(
-            (self._programs(min(segments.bound, rows) * plan.units, segments), 1, 1),
-            out,
-            h,
-            source,
-            b,
-            weights.ranks,
-            weights.scalings,
-            segments.block,
-            segments.room.segments,
-            rows,
-            out.stride(0),
-            *strides,
-            *b.stride(),
+        call = expand_call(self._chip, h, weights, out, ids, segments, overtakes=overtakes)
+        source = segments.block if ids is None else ids
+        grid = self._programs(min(segments.bound, rows) * call.units, segments), 1, 1
+        call.launch(
+            grid, out, h, source, segments.block, segments.room.segments, rows, out.stride(0)
         )
 
     def _programs(self, units: int, segments: Segments) -> int:
@@ -464,70 +419,3 @@ class _Table(NamedTuple):
 def _table(requests: int) -> _Table:
     end = 1 + 2 * requests
     return _Table(requests, 1 + requests, end, -(-end // 4) * 4)
-
-
-class _ShrinkPlan(NamedTuple):
-    launch: Launch
-    units: int  # of one segment
-    parallel: bool
-    parts: int
-
-
-class _ExpandPlan(NamedTuple):
-    launch: Launch
-    units: int  # of one segment
-
-
-@cache
-def _shrink_plan(
-    chip: str, rows: int, in_features: int, num_slices: int, max_rank: int, size: int
-) -> _ShrinkPlan:
-    width = num_slices * max_rank
-    tile = parameters(SHRINK.pick(chip, rows=rows, width=width, bytes=size))
-    split = split_length(in_features)
-    parts, blocks = -(-in_features // split), -(-width // ROWS_OF_A.value)
-    tile["PARALLEL"] = bool(tile["PARALLEL"]) and parts > 1 and rows * blocks <= _ARRIVALS
-    tile["BLOCK_K"] = min(tile["BLOCK_K"], split // 2)
-    launch = _launch(
-        shrink_kernel,
-        MAX_RANK=max_rank,
-        NUM_SLICES=num_slices,
-        SPLIT=split,
-        EVEN=in_features % split == 0,
-        **tile,
-    )
-    return _ShrinkPlan(launch, blocks * (parts if tile["PARALLEL"] else 1), tile["PARALLEL"], parts)
-
-
-@cache
-def _expand_plan(
-    chip: str,
-    rows: int,
-    widths: tuple[int, ...],
-    max_rank: int,
-    size: int,
-    gather: bool,
-    overtakes: bool,
-) -> _ExpandPlan:
-    tile = EXPAND.pick(chip, rows=rows, width=len(widths) * max_rank, bytes=size)
-    options = {
-        **parameters(tile),
-        "BLOCK_R": min(tile["BLOCK_R"], max(16, 1 << (max_rank - 1).bit_length())),
-    }
-    launch = _launch(
-        expand_kernel,
-        MAX_RANK=max_rank,
-        WIDTHS=widths,
-        GATHER=gather,
-        OVERTAKES=overtakes,
-        **options,
-        **({"launch_pdl": True} if overtakes else {}),
-    )
-    step = tile["BLOCK_N"] * tile["GROUP"]
-    return _ExpandPlan(launch, sum(-(-width // step) for width in widths))
-
-
-@cache
-def _launch(kernel: object, **bound: object) -> Launch:
-    """One bound launch for all shapes that agree on the constexprs."""
-    return Launch(kernel, **bound)

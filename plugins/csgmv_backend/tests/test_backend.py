@@ -7,8 +7,7 @@ import torch
 
 from lora_core import LoRABatch, LoRAWeights, SliceLayout, list_backends
 from lora_core.errors import BatchMismatchError, UnsupportedOpError
-from lora_core_csgmv import backend as backend_module
-from lora_core_csgmv import tiles
+from lora_core_csgmv import launches, tiles
 from lora_core_csgmv.backend import CsgmvBackend
 
 runs_here = pytest.mark.skipif(
@@ -81,13 +80,17 @@ def test_both_ways_to_sum_k_give_the_same_bits(backend, monkeypatch):
     weights = weights_for(backend, in_features=1536, widths=(40, 24))
     x = inputs(backend, 7, 1536)
     backend.prepare_batch(LoRABatch([3, 1, 3], [1, -1, 0]))
-    plan = backend_module._shrink_plan(backend._family, 7, 1536, 2, 8, 4)
-    assert (plan.parallel, plan.parts) == (True, 3)
+    h = torch.empty(7, 2, 8, device=backend.device)
+    arguments = (x, weights, h, backend.workspace.sync["arrivals"], backend.batch_info.segments)
+    assert (
+        launches.shrink_call(backend._chip, *arguments).partials == 3 * 7 * 16
+    )  # three parts of K
     split = backend.shrink(x, weights)
-    monkeypatch.setattr(backend_module, "_ARRIVALS", 0)  # no counters: one program per segment
-    backend_module._shrink_plan.cache_clear()
+    monkeypatch.setattr(launches, "ARRIVALS", 0)  # no counters: one program per segment
+    launches._sites.clear()
+    assert launches.shrink_call(backend._chip, *arguments).partials == 0
     whole = backend.shrink(x, weights)
-    backend_module._shrink_plan.cache_clear()
+    launches._sites.clear()
     for rows, slot in ((slice(0, 3), 1), (slice(4, 7), 0)):
         for s, rank in enumerate(weights.ranks[slot].tolist()):
             assert torch.equal(whole[rows, s, :rank], split[rows, s, :rank])
