@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ import torch
 from benchmarks import dense, environment, host, moe, plots, report
 from benchmarks.grid import DECODE_UP_TO, dense_cells, moe_cells
 from benchmarks.peers import kit_versions, load_kit
-from benchmarks.results import ResultFile, Row, merge
+from benchmarks.results import ResultFile, merge
 from lora_core import BackendSpec, list_backends, list_moe_backends
+
+LOST_DEVICE = 3
+"""Exit status when a kernel made the device unusable: run the same command again to go on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     grid.add_argument("--cell-s", type=float, default=2.0, help="time for the rounds of one cell")
     grid.add_argument(
         "--phase", choices=["decode", "prefill"], help="only cells of up to, or over, 512 tokens"
+    )
+    grid.add_argument(
+        "--warm", metavar="I/N", help="only compile what every N-th cell from the I-th on needs"
     )
     grid.add_argument("--only", help="cells whose description contains this text")
 
@@ -104,11 +111,11 @@ def _file(options: argparse.Namespace, what: str) -> ResultFile:
 
 
 def _dense(options: argparse.Namespace) -> int:
-    return _cells(options, "dense", dense_cells(options.grid), dense.measure, list_backends)
+    return _cells(options, "dense", dense_cells(options.grid), dense, list_backends)
 
 
 def _moe(options: argparse.Namespace) -> int:
-    return _cells(options, "moe", moe_cells(options.grid), moe.measure, list_moe_backends)
+    return _cells(options, "moe", moe_cells(options.grid), moe, list_moe_backends)
 
 
 @torch.inference_mode()
@@ -116,14 +123,21 @@ def _cells(
     options: argparse.Namespace,
     what: str,
     cells: Sequence[Any],
-    measure: Callable[..., Row],
+    benchmark: ModuleType,
     listed: Callable[[], list[BackendSpec]],
 ) -> int:
     began, device = time.perf_counter(), torch.device(options.device)
-    names, kit, results = _names(options, listed), load_kit(options.peers), _file(options, what)
+    names, kit = _names(options, listed), load_kit(options.peers)
     cells = [cell for cell in cells if not options.only or options.only in repr(cell)]
     if options.phase:
         cells = [c for c in cells if (c.tokens <= DECODE_UP_TO) == (options.phase == "decode")]
+    if options.warm:
+        index, total = map(int, options.warm.split("/"))
+        for cell in cells[index::total]:
+            if time.perf_counter() - began < options.budget_s:
+                benchmark.warm(cell, names, kit, device=device)
+        return 0
+    results = _file(options, what)
     for done, cell in enumerate(cells):
         if not options.again and results.has(cell.asked(), names):
             continue
@@ -131,10 +145,15 @@ def _cells(
             print(f"time is up after {done} of {len(cells)} cells; run again to go on")
             break
         try:
-            row = measure(cell, names, kit, device=device, seconds=options.cell_s)
+            row = benchmark.measure(cell, names, kit, device=device, seconds=options.cell_s)
         except Exception as error:  # noqa: BLE001 - one cell must not end a run on borrowed time
             print(f"{cell}: {type(error).__name__}: {error}", file=sys.stderr)
-            continue
+            if "CUDA error" not in str(error):
+                continue
+            # the device context is lost: keep the cell as failed, so that the next call goes on behind it
+            failed = dict.fromkeys(names, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            results.add({**cell.asked(), "ours": {}, "peers": {}, "errors": failed})
+            return LOST_DEVICE
         finally:
             gc.collect()
             if device.type == "cuda":

@@ -179,6 +179,26 @@ def peer_steps(problem: Problem, kit: ModuleType | None) -> dict[str, Step]:
     return {name: step(call) for name, call in calls.items()}
 
 
+def warm(
+    cell: DenseCell,
+    backends: Sequence[str],
+    kit: ModuleType | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Run every contender once on one layer, so that its kernels are compiled; nothing is timed."""
+    problem = build(cell, device=device, dtype=dtype, layers=1)
+    failures = Failures()
+    for name in backends:
+        with failures.recorded(name):
+            our_step(problem, load_backend(name, device=device))()
+    with failures.recorded("peers"):
+        for name, step in peer_steps(problem, kit).items():
+            with failures.recorded(name):
+                step()
+
+
 def measure(
     cell: DenseCell,
     backends: Sequence[str],

@@ -180,6 +180,26 @@ def base_call(problem: Problem) -> Callable[[], None]:
     return call
 
 
+def warm(
+    cell: MoECell,
+    backends: Sequence[str],
+    kit: ModuleType | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Run every contender once, so that its kernels are compiled; nothing is timed."""
+    problem = build(cell, device=device, dtype=dtype)
+    failures = Failures()
+    for name in backends:
+        with failures.recorded(name):
+            our_call(problem, name)()
+    with failures.recorded("peers"):
+        for name, call in peer_calls(problem, kit).items():
+            with failures.recorded(name):
+                call()
+
+
 def measure(
     cell: MoECell,
     backends: Sequence[str],

@@ -24,8 +24,8 @@ from lora_core.batch import LoRABatch
 from lora_core.triton_kit import Tile
 from lora_core.triton_kit.launch import FIXED_OPTIONS
 from lora_core.weights import SliceLayout
-from lora_core_fused import decode
-from lora_core_fused.tables import band
+from benchmarks.research.fused import decode
+from benchmarks.research.fused.tables import band
 
 SITES = {
     "o": (4096, (4096,)),

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lora_core.triton_kit import INTERPRETED, Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights, SliceLayout
-from lora_core_fused import tables
+from benchmarks.research.fused import tables
 from lora_core_triton.worklist import WorkList
 
 _ON_GPU = tl.constexpr(not INTERPRETED)

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lora_core.batch import RequestTable
 from lora_core.triton_kit import INTERPRETED, Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights, SliceLayout
-from lora_core_fused import tables
+from benchmarks.research.fused import tables
 from lora_core_triton.worklist import WorkList
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lora_core_fused.backend as fused
+import benchmarks.research.fused.backend as fused
+from benchmarks.research.fused import prefill
+from benchmarks.research.fused.backend import FusedBackend
 from lora_core import LoRABatch
 from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
-from lora_core_fused import prefill
-from lora_core_fused.backend import FusedBackend
 from lora_core_triton import tables as triton_tables
 
 RANKS = (16, 0, 33, 8)

@@ -12,9 +12,9 @@ from lora_core.backend import BackendConfig, BaseModule
 from lora_core.capabilities import Capabilities
 from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights
-from lora_core_fused.decode import counters, decode
-from lora_core_fused.prefill import fits, prefill
-from lora_core_fused.tables import PREFILL_FROM, RIDES_UP_TO
+from benchmarks.research.fused.decode import counters, decode
+from benchmarks.research.fused.prefill import fits, prefill
+from benchmarks.research.fused.tables import PREFILL_FROM, RIDES_UP_TO
 from lora_core_triton.backend import TritonBackend
 from lora_core_triton.worklist import WorkList
 

@@ -1,5 +1,0 @@
-from lora_core.testing import BackendConformance
-
-
-class TestFused(BackendConformance):
-    backend = "fused"
