@@ -9,6 +9,7 @@ import triton
 
 from lora_core.triton_kit import AotCase, Tile
 from lora_core_moe_virtual_experts import tiles
+from lora_core_moe_virtual_experts.backend import vector_of
 from lora_core_moe_virtual_experts.kernels.expand import expand
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import (
@@ -70,12 +71,12 @@ def _case(
 
 def _route_cases() -> Iterator[AotCase]:
     kinds = {"TOP_K": 8, "HAS_MAP": True}
-    yield _case(route_few, "BM16", {**kinds, "BM": 16, "BR": 32, "BC": 128}, "i32")
+    yield _case(route_few, "BM16", {**kinds, "BM": 16, "BR": 4, "BC": 2048}, "i32")
     yield _case(count_chunks, "", {**kinds, "CHUNK": 256, "BR": 32}, "i32")
     for block in (16, 512):
         scan = {"BM": 64, "BCH": min(256, 8192 // block), "BKEY": block, "PDL": False}
         yield _case(scan_counts, f"keys{block}", scan, "i32", Tile({}, num_warps=8))
-        place = {**kinds, "BM": 64, "BKEY": block, "BB": 128, "CHUNK": 256, "BR": 32, "PDL": False}
+        place = {"BM": 64, "BKEY": block, "BB": 128, "CHUNK": 256, "BR": 32, "PDL": False}
         yield _case(place_pairs, f"keys{block}", place, "i32")
     yield _case(reduce_pairs, "bf16", {**kinds, "ACCUMULATE": True, "BN": 512}, "bf16")
 
@@ -113,5 +114,6 @@ def _product_cases() -> Iterator[AotCase]:
                         "BN": tile["BN"],
                         "LOOPS": tile["LOOPS"],
                         "BR": max(16, triton.next_power_of_2(rank)),
+                        "VEC": vector_of(rank),
                     }
                     yield _case(expand, f"{label} {own}", {**kinds, **own}, dtype, tile)

@@ -194,6 +194,7 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
             BN=tile["BN"],
             LOOPS=loops,
             BR=max(16, triton.next_power_of_2(weights.max_rank)),
+            VEC=vector_of(weights.max_rank),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **self._kinds(weights, route),
@@ -248,3 +249,8 @@ def _sizes(routing: MoERouting) -> tuple[int, int, int]:
     """Entries of the expert map, slots, experts."""
     mapped = 0 if routing.expert_map is None else routing.expert_map.shape[0]
     return mapped, routing.num_slots, routing.num_experts
+
+
+def vector_of(rank: int) -> int:
+    """Elements of B that one load may take: the largest power of two, up to 8, that divides R."""
+    return min(8, rank & -rank)

@@ -16,12 +16,28 @@ ROUTE = TileTable(
     (
         Rule(
             Tile({"GROUPED": 0, "BM": 16}),
-            "hardly a pair shares its virtual expert",
+            "hardly a pair shares its virtual expert: sorting costs 5 us and saves none",
             where={"pairs": (0, 64)},
         ),
-        Rule(Tile({"GROUPED": 1, "BM": 16}), "groups of a few pairs", where={"spread": (0, 15)}),
-        Rule(Tile({"GROUPED": 1, "BM": 32}), "groups of about 16 to 32", where={"spread": (0, 31)}),
-        Rule(Tile({"GROUPED": 1, "BM": 64}), "large groups: weights are read once per 64 pairs"),
+        Rule(
+            Tile({"GROUPED": 0, "BM": 16}),
+            "Qwen T=32, 8 adapters: 33 us, sorted 42; DeepSeek (spread 1) the other way, 86 and 81",
+            where={"pairs": (0, 256), "spread": (0, 0)},
+        ),
+        Rule(
+            Tile({"GROUPED": 1, "BM": 16}),
+            "Qwen T=512: shrink and expand 121 us, at 32 127",
+            where={"spread": (0, 7)},
+        ),
+        Rule(
+            Tile({"GROUPED": 1, "BM": 32}),
+            "Qwen T=2048: shrink of gate_up 39.5 us, at 16 43.7, at 64 42",
+            where={"spread": (0, 47)},
+        ),
+        Rule(
+            Tile({"GROUPED": 1, "BM": 64}),
+            "weights are read once per 64 pairs: DeepSeek T=2048 shrink 49 us, at 32 66, at 16 88",
+        ),
     ),
 )
 
@@ -30,26 +46,49 @@ SHRINK = TileTable(
     ("pairs", "inputs", "columns"),
     (
         Rule(
-            Tile({"BC": 64, "BK": 128, "SPLITS": 16}, num_warps=4, num_stages=3),
-            "8 pairs must fill 132 processors",
-            where={"pairs": (0, 16), "inputs": (2048, MANY)},
-        ),
-        Rule(
-            Tile({"BC": 64, "BK": 128, "SPLITS": 6}, num_warps=4, num_stages=3),
-            "as above, a shorter K",
+            Tile({"BC": 64, "BK": 128, "SPLITS": 8}, num_warps=4, num_stages=4),
+            "8 pairs must fill 132 processors: 2.5 us, with 4 splits 3.4, with 2 5.1",
             where={"pairs": (0, 16)},
         ),
         Rule(
-            Tile({"BC": 64, "BK": 128, "SPLITS": 4}, num_warps=4, num_stages=4),
-            "some 64 pairs",
+            Tile({"BC": 64, "BK": 128, "SPLITS": 4}, num_warps=4, num_stages=5),
+            "DeepSeek T=8: 10.1 us, with 2 warps 10.9",
+            where={"pairs": (0, 128), "inputs": (4096, MANY)},
+        ),
+        Rule(
+            Tile({"BC": 64, "BK": 128, "SPLITS": 4}, num_warps=2, num_stages=4),
+            "Qwen T=8: 5.1 and 2.8 us, with one split 10.9 and 4.8",
             where={"pairs": (0, 128)},
         ),
         Rule(
-            Tile({"BC": 64, "BK": 128, "SPLITS": 2}, num_warps=4, num_stages=4),
-            "some 256 tiles",
+            Tile({"BC": 64, "BK": 128, "SPLITS": 2}, num_warps=4, num_stages=6),
+            "DeepSeek T=32: 23.8 us, with one split 25.5",
+            where={"pairs": (0, 512), "inputs": (4096, MANY)},
+        ),
+        Rule(
+            Tile({"BC": 64, "BK": 128, "SPLITS": 1}, num_warps=2, num_stages=4),
+            "Qwen T=32: 11.6 and 4.5 us; few bytes to h count",
             where={"pairs": (0, 512)},
         ),
-        Rule(Tile({"BC": 64, "BK": 128, "SPLITS": 1}, num_warps=4, num_stages=4), "tiles enough"),
+        Rule(
+            Tile({"BC": 64, "BK": 128, "SPLITS": 2}, num_warps=2, num_stages=4),
+            "T=128: Qwen 25.7 and 8.7 us, DeepSeek 34.1 and 9.7",
+            where={"pairs": (0, 1024)},
+        ),
+        Rule(
+            Tile({"BC": 64, "BK": 128, "SPLITS": 1}, num_warps=2, num_stages=4),
+            "T=512: Qwen 39 and 11 us, DeepSeek 35 and 11; tiles enough without splits",
+            where={"pairs": (0, 8192)},
+        ),
+        Rule(
+            Tile({"BC": 64, "BK": 128, "SPLITS": 1}, num_warps=4, num_stages=3),
+            "DeepSeek T=8192: 158 and 73 us",
+            where={"inputs": (4096, MANY)},
+        ),
+        Rule(
+            Tile({"BC": 64, "BK": 64, "SPLITS": 1}, num_warps=4, num_stages=3),
+            "Qwen T=8192: 59 and 36 us, T=2048 39 and 17",
+        ),
     ),
 )
 
@@ -58,15 +97,23 @@ EXPAND = TileTable(
     ("pairs", "outputs", "columns"),
     (
         Rule(
-            Tile({"BM": 16, "BN": 64, "LOOPS": 1}, num_warps=2),
-            "8 pairs: more programs",
+            Tile({"BM": 16, "BN": 64, "LOOPS": 1}, num_warps=1, num_stages=2),
+            "T=1: 2.2 us, with 4 warps 2.5",
             where={"pairs": (0, 16)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 256, "LOOPS": 1}, num_warps=4),
-            "one wave",
-            where={"pairs": (0, 1024)},
+            Tile({"BM": 16, "BN": 128, "LOOPS": 1}, num_warps=1, num_stages=2),
+            "T=8: 4.3 and 4.8 us, with 4 warps 5.2",
+            where={"pairs": (0, 128)},
         ),
-        Rule(Tile({"BM": 32, "BN": 128, "LOOPS": 4}, num_warps=4), "tiles enough: read ahead"),
+        Rule(
+            Tile({"BM": 16, "BN": 128, "LOOPS": 2}, num_warps=4, num_stages=2),
+            "one wave of programs, each reading ahead",
+            where={"pairs": (0, 8192)},
+        ),
+        Rule(
+            Tile({"BM": 32, "BN": 128, "LOOPS": 8}, num_warps=4, num_stages=2),
+            "T=8192: 149 and 189 us, one block per program 152 and 200",
+        ),
     ),
 )

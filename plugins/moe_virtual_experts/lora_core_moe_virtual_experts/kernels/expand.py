@@ -51,6 +51,7 @@ def expand(
     BN: tl.constexpr,
     LOOPS: tl.constexpr,
     BR: tl.constexpr,
+    VEC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One part of a tile, LOOPS blocks of one slice: program (tile and part, blocks, slice)."""
@@ -85,6 +86,9 @@ def expand(
         return
 
     ranks = tl.arange(0, BR)
+    # whole vectors are loaded, of which the ranks past the slot's own are then cut off: a mask that
+    # ends inside a vector would make every load one element wide
+    m_vectors = (ranks // VEC * VEC < rank) & (ranks < R)
     m_ranks = ranks < rank
     p_b_ranks = (
         p_b
@@ -97,22 +101,23 @@ def expand(
     factors = tl.full([BM], 1.0, tl.float32) * factor
     if ROUTED:
         factors *= tl.load(p_weights + pairs, mask=m_pairs, other=0.0).to(tl.float32)
-    b_b, b_old = _load_block(p_b_ranks, m_ranks, p_rows, m_pairs, columns, W, s_row, ACCUMULATE)
+    b_b, b_old = _load_block(p_b_ranks, m_vectors, p_rows, m_pairs, columns, W, s_row, ACCUMULATE)
     if PDL:
         cuda.gdc_wait()
     h = tl.zeros([BM, BR], tl.float32)
     for split in tl.static_range(SPLITS):
         h_rows = (split * P + places).to(tl.int64) * (SLICES * R) + s * R
-        m_h = m_pairs[:, None] & m_ranks[None, :]
+        m_h = m_pairs[:, None] & m_vectors[None, :]
         h += tl.load(p_h + h_rows[:, None] + ranks[None, :], mask=m_h, other=0.0)
-    h = h.to(p_b.dtype.element_ty)
+    h = tl.where(m_ranks[None, :], h, 0.0).to(p_b.dtype.element_ty)
     for loop in tl.static_range(LOOPS):
         here = columns + loop * BN
         now_b, now_old = b_b, b_old
         if loop + 1 < LOOPS:
             b_b, b_old = _load_block(
-                p_b_ranks, m_ranks, p_rows, m_pairs, here + BN, W, s_row, ACCUMULATE
+                p_b_ranks, m_vectors, p_rows, m_pairs, here + BN, W, s_row, ACCUMULATE
             )
+        now_b = tl.where(m_ranks[None, :], now_b, 0.0)
         acc = dot(h, tl.trans(now_b), tl.zeros([BM, BN], tl.float32)) * factors[:, None]
         if ACCUMULATE:
             acc += now_old.to(tl.float32)
@@ -123,7 +128,7 @@ def expand(
 @triton.jit
 def _load_block(
     p_b_ranks,  # [1, BR] - the first row of the slice
-    m_ranks,  # [BR]
+    m_vectors,  # [BR]
     p_rows,  # [BM, 1] - the rows of out
     m_pairs,  # [BM]
     columns,  # [BN]
@@ -135,7 +140,7 @@ def _load_block(
     m_columns = columns < W
     b_b = tl.load(
         p_b_ranks + columns.to(tl.int64)[:, None] * s_row,
-        mask=m_columns[:, None] & m_ranks[None, :],
+        mask=m_columns[:, None] & m_vectors[None, :],
         other=0.0,
     )
     b_old = b_b  # unused where nothing is added to

@@ -61,18 +61,15 @@ def route_few(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """BR pairs against all others, BC at a time."""
+    """BR pairs against all others, which are at most BC."""
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     m_rows = rows < P
     keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
-    smaller = tl.zeros([BR], tl.int32)
-    same = tl.zeros([BR], tl.int32)
-    for start in range(0, P, BC):
-        others = start + tl.arange(0, BC)
-        m_others = others < P
-        found = load_keys(p_ids, p_slots, p_map, others, m_others, G, S, E, TOP_K, HAS_MAP)
-        smaller += tl.sum((found[None, :] < keys[:, None]).to(tl.int32), 1)
-        same += _count_same(rows, keys, others, m_others, found)
+    others = tl.arange(0, BC)
+    m_others = others < P
+    found = load_keys(p_ids, p_slots, p_map, others, m_others, G, S, E, TOP_K, HAS_MAP)
+    smaller = tl.sum((found[None, :] < keys[:, None]).to(tl.int32), 1)
+    same = _count_same(rows, keys, others, m_others, found)
     earlier = same >> 16
     equal = same & 0xFFFF
     places = smaller + earlier
@@ -89,7 +86,7 @@ def count_chunks(
     p_ids,  # [P] - expert ids
     p_slots,  # [T] int32 - slots of the rows
     p_map,  # [G] - global id -> local expert
-    p_earlier,  # [P] int32, out - earlier pairs of the same chunk and key
+    p_ranked,  # [P] int32, out - key, and in the low 8 bits earlier pairs of it in the chunk
     p_counts,  # [chunks, KEYS] int32, zero, out - pairs of each key in a chunk
     P,
     G,
@@ -113,7 +110,7 @@ def count_chunks(
     same = _count_same(rows, keys, others, m_others, found)
     earlier = same >> 16
     equal = same & 0xFFFF
-    tl.store(p_earlier + rows, earlier, mask=m_rows)
+    tl.store(p_ranked + rows, (keys << 8) + earlier, mask=m_rows)
     p_count = p_counts + chunk.to(tl.int64) * KEYS + keys
     tl.store(p_count, equal, mask=m_rows & (earlier == 0))
 
@@ -155,10 +152,7 @@ def scan_counts(
 
 @triton.jit
 def place_pairs(
-    p_ids,  # [P] - expert ids
-    p_slots,  # [T] int32 - slots of the rows
-    p_map,  # [G] - global id -> local expert
-    p_earlier,  # [P] int32 - earlier pairs of the same chunk and key
+    p_ranked,  # [P] int32 - key, and in the low 8 bits earlier pairs of it in the chunk
     p_counts,  # [chunks, KEYS] int32 - pairs of that key in earlier chunks
     p_totals,  # [3, KEYS] int32 - see scan_counts
     p_blocks,  # [2, blocks] int32
@@ -166,13 +160,8 @@ def place_pairs(
     p_tiles,  # [tiles, 4] int32, out
     p_num_tiles,  # [1] int32, out
     P,
-    G,
-    S,
-    E,
     KEYS,
     BLOCKS,
-    TOP_K: tl.constexpr,
-    HAS_MAP: tl.constexpr,
     BM: tl.constexpr,
     BKEY: tl.constexpr,
     BB: tl.constexpr,
@@ -186,7 +175,8 @@ def place_pairs(
     first = tl.program_id(0) * BR
     rows = first + tl.arange(0, BR)
     m_rows = rows < P
-    keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
+    ranked = tl.load(p_ranked + rows, mask=m_rows, other=0)
+    keys = ranked >> 8
     blocks = tl.arange(0, BB)
     m_blocks = blocks < BLOCKS
     pairs_of = tl.load(p_blocks + blocks, mask=m_blocks, other=0)
@@ -196,7 +186,7 @@ def place_pairs(
     tiles_before = tl.sum(tl.where(lower, tiles_of[None, :], 0), 1)
 
     p_chunk = p_counts + (first // CHUNK).to(tl.int64) * KEYS + keys
-    rank = tl.load(p_earlier + rows, mask=m_rows, other=0) + tl.load(p_chunk, mask=m_rows, other=0)
+    rank = (ranked & 255) + tl.load(p_chunk, mask=m_rows, other=0)
     total = tl.load(p_totals + keys, mask=m_rows, other=0)
     places = pairs_before + tl.load(p_totals + KEYS + keys, mask=m_rows, other=0) + rank
     tiles = tiles_before + tl.load(p_totals + 2 * KEYS + keys, mask=m_rows, other=0) + rank // BM
@@ -213,6 +203,7 @@ _CHUNK = 256
 _ROWS = 32
 _MAX_BLOCKS = 128  # blocks of keys, so that placing compares each pair with few
 _SCAN_ELEMENTS = 8192
+_FEW_ELEMENTS = 8192  # comparisons of one program
 
 
 def max_tiles(routing: MoERouting, block_m: int) -> int:
@@ -249,8 +240,10 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
     programs = triton.cdiv(pairs, _ROWS)
     pdl = {"PDL": dependent_launch(device), "launch_pdl": dependent_launch(device)}
     if pairs <= FEW_PAIRS:
-        launch = bound(route_few, BM=block_m, BR=_ROWS, BC=128, **kinds)
-        launch((programs, 1, 1), *sources, order, tiles, num_tiles, *sizes)
+        compared = max(16, triton.next_power_of_2(pairs))
+        rows = max(1, _FEW_ELEMENTS // compared)
+        launch = bound(route_few, BM=block_m, BR=rows, BC=compared, **kinds)
+        launch((triton.cdiv(pairs, rows), 1, 1), *sources, order, tiles, num_tiles, *sizes)
         return order, tiles, num_tiles
 
     keys = routing.num_slots * routing.num_experts + 1
@@ -258,12 +251,12 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
     key_block = max(16, triton.next_power_of_2(triton.cdiv(keys, _MAX_BLOCKS)))
     blocks = triton.cdiv(keys, key_block)
     chunk_block = min(_CHUNK, max(1, _SCAN_ELEMENTS // key_block), triton.next_power_of_2(chunks))
-    earlier = torch.empty(pairs, dtype=torch.int32, device=device)
+    ranked = torch.empty(pairs, dtype=torch.int32, device=device)
     counts = torch.zeros(chunks, keys, dtype=torch.int32, device=device)
     totals = torch.empty(3, keys, dtype=torch.int32, device=device)
     sums = torch.empty(2, blocks, dtype=torch.int32, device=device)
     count = bound(count_chunks, CHUNK=_CHUNK, BR=_ROWS, num_warps=8, **kinds)
-    count((programs, 1, 1), *sources, earlier, counts, *sizes, keys)
+    count((programs, 1, 1), *sources, ranked, counts, *sizes, keys)
     scan = bound(scan_counts, BM=block_m, BCH=chunk_block, BKEY=key_block, num_warps=8, **pdl)
     scan((blocks, 1, 1), counts, totals, sums, chunks, keys)
     place = bound(
@@ -273,12 +266,11 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
         BB=triton.next_power_of_2(blocks),
         CHUNK=_CHUNK,
         BR=_ROWS,
-        **kinds,
         **pdl,
     )
     place(
         (programs, 1, 1),
-        *(*sources, earlier, counts, totals, sums, order, tiles, num_tiles),
-        *(*sizes, keys, blocks),
+        *(ranked, counts, totals, sums, order, tiles, num_tiles),
+        *(pairs, keys, blocks),
     )
     return order, tiles, num_tiles
