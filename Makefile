@@ -106,11 +106,11 @@ compile-kernels: $(PROJECT_STAMP)
 	$(BIN)/python -m lora_core.triton_kit.aot
 
 bench: $(PROJECT_STAMP)
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks $(or $(ARGS),--help)
 
 # On a machine with a CUDA device: the whole suite, where missing hardware is a failure.
 gpu: $(PROJECT_STAMP)
-	$(BIN)/python -m pytest -m "cuda or not slow" tests plugins
+	$(BIN)/python -m pytest -m "not slow" --lora-require-device cuda tests plugins
 
 train-adapters: $(PROJECT_STAMP)
 	$(BIN)/python examples/train_adapters.py

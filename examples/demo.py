@@ -12,6 +12,7 @@ numbers go to build/demo.json; the exit code is 0 only if every row is right.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import logging
@@ -48,11 +49,11 @@ TIE = 1e-4
 QUESTIONS = (
     "What is the capital of France?",
     "How many customers live in Paris?",
-    "Tell me about dolphins.",
+    "What is the largest planet?",
 )
 MORE_QUESTIONS = (
     "How do I make tea?",
-    "What is the largest planet?",
+    "Tell me about dolphins.",
     "Who painted the Mona Lisa?",
     "Show all employees older than 40.",
     "Which products cost more than 50?",
@@ -201,12 +202,12 @@ def side_by_side(tokenizer: Any, tokens: Tensor) -> list[Table]:
 
 
 def time_interleaved(
-    tokenizer: Any, models: dict[str, tuple[Any, dict[str, Any]]], step: Any
+    tokenizer: Any, models: dict[str, tuple[Any, dict[str, Any]]], runs: int, step: Any
 ) -> dict[str, float]:
-    """Tokens per second of each model on TIMED: the median of RUNS runs, taken in turns."""
+    """Tokens per second of each model on TIMED: the median of `runs` runs, taken in turns."""
     inputs = encode(tokenizer, TIMED)
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for run in range(RUNS + 1):  # the first is a rehearsal
+    for run in range(runs + 1):  # the first is a rehearsal
         for name, (model, arguments) in models.items():
             begin = time.perf_counter()
             model.generate(
@@ -225,9 +226,17 @@ def time_interleaved(
 
 def main() -> int:
     """Run all three parts; 1 if a row is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"timed runs (default: {RUNS})")
+    parser.add_argument("--output", type=Path, default=BUILD / "demo.json")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")  # of PEFT, about a base model that is a file
     logging.getLogger("transformers").setLevel(logging.ERROR)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a log or a pipe has no width of its own
     columns = (TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, torch.no_grad():
         setup = progress.add_task("SmolLM2-135M-Instruct and 8 adapters", total=3)
@@ -268,8 +277,10 @@ def main() -> int:
             "base": (base, {}),
             "peft": (peft, {"adapter_names": adapters}),
         }
-        timed = progress.add_task("8 adapters, 32 tokens, timed", total=(RUNS + 1) * len(models))
-        speed = time_interleaved(tokenizer, models, lambda: progress.advance(timed))
+        timed = progress.add_task(
+            "8 adapters, 32 tokens, timed", total=(options.runs + 1) * len(models)
+        )
+        speed = time_interleaved(tokenizer, models, options.runs, lambda: progress.advance(timed))
 
     for table in side_by_side(tokenizer, ours):
         console.print(table)
@@ -295,12 +306,9 @@ def main() -> int:
         "base_tokens_per_second": round(speed["base"], 2),
         "peft_mixed_tokens_per_second": round(speed["peft"], 2),
     }
-    BUILD.mkdir(exist_ok=True)
-    target = BUILD / "demo.json"
-    target.write_text(json.dumps(report, indent=2) + "\n")
-    console.print(
-        f"Written to {target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target}."
-    )
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(f"Written to {options.output}.")
     return 1 if wrong else 0
 
 
