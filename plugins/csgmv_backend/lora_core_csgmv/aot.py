@@ -51,7 +51,12 @@ def _expands() -> Iterator[AotCase]:
     pointers = {"ids": "*i32", "ranks": "*i32", "scalings": "*fp32", "segments": "*i32"}
     integers = "room num_rows stride_out stride_h stride_h_rank stride_h_slot stride_slot stride_n stride_rank"
     for (widths, max_rank), dtype, family, tile in _tiles(EXPAND):
-        constexprs = {"MAX_RANK": max_rank, "WIDTHS": widths, "GATHER": False, "OVERTAKES": False}
+        constexprs = {
+            "MAX_RANK": max_rank,
+            "WIDTHS": widths,
+            "GATHER": False,
+            "OVERTAKES": family != "sm80",
+        }
         yield AotCase(
             label=f"csgmv expand[{dtype} n{len(widths)} R{max_rank} {_text(tile)}]",
             kernel=expand,

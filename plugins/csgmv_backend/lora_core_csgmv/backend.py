@@ -29,6 +29,9 @@ _PROGRAMS_PER_SM = 8
 _FEW_ROWS = 256
 """In a graph, up to here the expand is launched before what it waits for has ended (measured)."""
 
+_MAY_OVERTAKE = ("sm90", "sm100")
+"""GPU families that can launch a kernel before the one it depends on has ended."""
+
 _DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.float16: "float16"}
 if not INTERPRETED:  # Triton's interpreter multiplies the raw bits of bfloat16
     _DTYPES[torch.bfloat16] = "bfloat16"
@@ -329,9 +332,8 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             finally:
                 main.wait_stream(side)
         self._check(op, out, weights.layout.out_features, weights, info)
-        self._expand(
-            h, weights, out, segments, overtakes=side is not None and x.shape[0] <= _FEW_ROWS
-        )
+        overtakes = side is not None and x.shape[0] <= _FEW_ROWS and self._chip in _MAY_OVERTAKE
+        self._expand(h, weights, out, segments, overtakes=overtakes)
         return out
 
     def _shrink(self, x: Tensor, weights: LoRAWeights, segments: Segments, h: Tensor) -> None:
