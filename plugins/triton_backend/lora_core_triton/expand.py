@@ -64,17 +64,15 @@ def expand_kernel(
     count = tl.load(p_meta + 2)
     if GATHERED:
         o_row = tl.load(meta + rows_at + p_tile * BM + o_m).to(tl.int64)
-        b_scale = tl.load(meta + scales_at + p_tile * BM + o_m).to(tl.float32, bitcast=True)[
-            :, None
-        ]
+        b_scale = tl.load(meta + scales_at + p_tile * BM + o_m).to(tl.float32, bitcast=True)
+        b_scale = b_scale[:, None]
     else:
         o_row = (tl.load(p_meta + 1) + o_m).to(tl.int64)
         b_scale = tl.load(p_meta + 3).to(tl.float32, bitcast=True)
-    if slot < 0:
+    if (slot < 0) | (count <= (p_program % SUBTILES) * BM):
+        if OVERTAKES:  # to finish before the kernel before would hide it from the one after
+            tl.extra.cuda.gdc_wait()
         return
-    if SUBTILES > 1:  # noqa: SIM102 - the outer one is decided when compiling
-        if count <= (p_program % SUBTILES) * BM:
-            return
     m_m = o_m < count
 
     NUM_SLICES: tl.constexpr = len(FIRST_BLOCKS)
@@ -92,14 +90,13 @@ def expand_kernel(
     o_r = tl.arange(0, BR)
     slot64 = slot.to(tl.int64)
     p_out = out + o_row[:, None] * out_row + o_n[None, :]  # [BM, BN]
-    p_b = (
-        b + slot64 * b_slot + o_n.to(tl.int64)[None, :] * b_column + o_r[:, None] * b_rank
-    )  # [BR, BN]
+    p_b = b + slot64 * b_slot + o_n.to(tl.int64)[None, :] * b_column  # [1, BN]
 
     # the first block of ranks is loaded while the rank is still on its way, and cut to it afterwards
     rank = tl.load(ranks + slot * NUM_SLICES + s)
     scaling = tl.load(scalings + slot * NUM_SLICES + s)
-    b_b = tl.load(p_b, mask=(o_r < MAX_RANK)[:, None] & m_n[None, :], other=0.0)
+    o_b = o_r.to(tl.int64)[:, None] * b_rank  # [BR, 1]
+    b_b = tl.load(p_b + o_b, mask=(o_r < MAX_RANK)[:, None] & m_n[None, :], other=0.0)
     if OVERTAKES:  # until here nothing was read that the kernel before this one writes
         tl.extra.cuda.gdc_wait()
     if EMBEDDING:
@@ -118,7 +115,8 @@ def expand_kernel(
     for r in range(BR, rank, BR):
         m_r = o_r < rank - r
         b_h = tl.load(p_h + r, mask=m_m[:, None] & m_r[None, :], other=0.0)
-        b_b = tl.load(p_b + r * b_rank, mask=m_r[:, None] & m_n[None, :], other=0.0)
+        o_b = (o_r + r).to(tl.int64)[:, None] * b_rank
+        b_b = tl.load(p_b + o_b, mask=m_r[:, None] & m_n[None, :], other=0.0)
         b_delta = dot(b_h.to(b_b.dtype), b_b, b_delta)
     b_sum = b_out.to(tl.float32) + b_delta * (b_scale * scaling)
     tl.store(p_out, b_sum.to(out.dtype.element_ty), mask=m_out)

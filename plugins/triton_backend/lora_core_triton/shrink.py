@@ -74,11 +74,8 @@ def shrink_kernel(
         o_row = tl.load(meta + rows_at + p_tile * BM + o_m).to(tl.int64)
     else:
         o_row = (tl.load(p_meta + 1) + o_m).to(tl.int64)
-    if slot < 0:
+    if (slot < 0) | (count <= (p_program % SUBTILES) * BM):
         return
-    if SUBTILES > 1:  # noqa: SIM102 - the outer one is decided when compiling
-        if count <= (p_program % SUBTILES) * BM:
-            return
     m_m = o_m < count
 
     total_rank = 0
@@ -98,7 +95,9 @@ def shrink_kernel(
         o_c = column + tl.arange(0, BC)
         m_c = o_c < total_rank
         o_slice, o_rank = _unpack(o_c, ranks + slot * NUM_SLICES, NUM_SLICES)
-        p_a = p_slot + (o_slice.to(tl.int64) * a_slice + o_rank * a_rank)[None, :]  # [BK, BC]
+        p_a = (
+            p_slot + (o_slice.to(tl.int64) * a_slice + o_rank.to(tl.int64) * a_rank)[None, :]
+        )  # [BK, BC]
         b_h = tl.zeros((BM, BC), tl.float32)
         for split in range(p_group * group, tl.minimum(p_group * group + group, splits)):
             b_split = tl.zeros((BM, BC), tl.float32)
