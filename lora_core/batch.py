@@ -65,7 +65,9 @@ class LoRABatch:
                 raise InvalidBatchError(
                     f"LoRABatch logits pass {index} has {len(counts)} counts for {requests} requests"
                 )
-            if any(not 0 <= kept <= length for kept, length in zip(counts, self.lengths, strict=True)):
+            if any(
+                not 0 <= kept <= length for kept, length in zip(counts, self.lengths, strict=True)
+            ):
                 raise InvalidBatchError(
                     f"LoRABatch logits pass {index} keeps {list(counts)} rows of requests of "
                     f"{list(self.lengths)} tokens"

@@ -214,8 +214,9 @@ def _load_model(path: Path, device: str) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from a folder or a GGUF file."""
     import transformers
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    output: Any = transformers.utils.logging
+    output.set_verbosity_error()
+    output.disable_progress_bar()
     if path.is_dir():
         folder, extra = path, {}
     elif path.is_file():

@@ -1,4 +1,4 @@
-"""Every exception lora_core raises. The tree:
+"""Every exception lora_core raises.
 
 LoRACoreError
 ├── ContractError              a backend class breaks the contract where it is defined

@@ -74,17 +74,13 @@ class LoRAWeights:
     def __post_init__(self) -> None:
         slots, n = self.a.shape[0], self.layout.num_slices
         out = self.layout.out_features
-        if self.is_embedding:
-            max_rank = self.a.shape[2]
-        elif self.a.dim() == 4 and self.a.shape[1] == n:
-            max_rank = self.a.shape[2]
-        else:
+        if not (self.is_embedding or (self.a.dim() == 4 and self.a.shape[1] == n)):
             raise TensorMismatchError(
                 f"LoRAWeights.a has shape {tuple(self.a.shape)}: expected [S, {n}, R, K], "
                 "or [S, V, R] for an embedding of one slice"
             )
         expected = {
-            "b": (self.b, (slots, out, max_rank), self.a.dtype),
+            "b": (self.b, (slots, out, self.max_rank), self.a.dtype),
             "ranks": (self.ranks, (slots, n), torch.int32),
             "scalings": (self.scalings, (slots, n), torch.float32),
             "output_scale": (self.output_scale, (slots, out), torch.float32),
@@ -93,7 +89,11 @@ class LoRAWeights:
         for name, (tensor, shape, dtype) in expected.items():
             if tensor is None:
                 continue
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != self.a.device:
+            if (
+                tuple(tensor.shape) != shape
+                or tensor.dtype != dtype
+                or tensor.device != self.a.device
+            ):
                 raise TensorMismatchError(
                     f"LoRAWeights.{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: "
                     f"expected {shape} {dtype} on {self.a.device}"

@@ -20,12 +20,12 @@ class StagingEntry:
         self._cuda = device.type == "cuda"
         self.tensor = torch.empty(words, dtype=torch.int32, pin_memory=self._cuda)
         self.host = self.tensor.numpy()
-        self._copied: torch.cuda.Event | None = torch.cuda.Event() if self._cuda else None
+        self._copied: torch.cuda.Event | None = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def free(self) -> bool:
         """Whether the last copy out of this buffer has finished."""
-        return self._copied is None or self._copied.query()
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def send(self, target: Tensor) -> None:
         """Copy the first `target.numel()` words to the device, without waiting for it."""
@@ -51,8 +51,8 @@ class StagingRing:
         """
         for index, entry in enumerate(self.entries):
             if entry.free and entry.host.size >= words:
-                del self.entries[index]  # oldest first: the one most likely to be free stays in front
-                self.entries.append(entry)
+                # oldest first: the one most likely to be free stays in front
+                self.entries.append(self.entries.pop(index))
                 return entry
         self.entries = [e for e in self.entries if not e.free or e.host.size >= words]
         entry = StagingEntry(max(1024, 1 << (words - 1).bit_length()), self.device)
