@@ -115,7 +115,8 @@ def shrink_kernel(
             if SEQUENTIAL:
                 b_h += b_split
             else:
-                tl.store(p_partial + split * (BM * WIDTH) + column, b_split)
+                p_split = p_partial + split * (BM * WIDTH) + column
+                tl.store(p_split, b_split, mask=m_m[:, None] & m_c[None, :])
         if SEQUENTIAL:
             o_h = (o_slice * MAX_RANK + o_rank)[None, :]
             p_h = h + o_row[:, None] * (NUM_SLICES * MAX_RANK) + o_h
