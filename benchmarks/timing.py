@@ -96,7 +96,7 @@ def timer(replays: Mapping[str, Replay], device: torch.device) -> Timer:
 
     def on_cuda(order: Sequence[str]) -> dict[str, float]:
         marks = {name: (torch.cuda.Event(True), torch.cuda.Event(True)) for name in order}
-        torch.cuda._sleep(_AHEAD_CYCLES)  # noqa: SLF001 - torch has no public delay
+        torch.cuda._sleep(_AHEAD_CYCLES)
         for name in order:
             start, end = marks[name]
             start.record()

@@ -18,14 +18,15 @@ import torch
 
 from benchmarks import dense
 from benchmarks.grid import DenseCell
+from benchmarks.research.fused import decode
+from benchmarks.research.fused.backend import FusedBackend
+from benchmarks.research.fused.tables import band
 from benchmarks.research.wide_base import WideBase, expand_wide
 from benchmarks.timing import BASE, capture, paired_rounds, timer
 from lora_core.batch import LoRABatch
 from lora_core.triton_kit import Tile
 from lora_core.triton_kit.launch import FIXED_OPTIONS
 from lora_core.weights import SliceLayout
-from benchmarks.research.fused import decode
-from benchmarks.research.fused.tables import band
 
 SITES = {
     "o": (4096, (4096,)),
@@ -94,7 +95,7 @@ def words(tile: Tile) -> str:
     return f"{names} st{tile.num_stages} w{tile.num_warps}"
 
 
-def wide_choices(tokens: int) -> Iterator[dict[str, Any]]:
+def wide_choices() -> Iterator[dict[str, Any]]:
     """Variants of the expand behind a wide base."""
     yield {"bm": 16, "bn": 64, "br": 16, "warps": 4, "pdl": False}
     yield {"bm": 16, "bn": 64, "br": 16, "warps": 4, "pdl": True}
@@ -118,7 +119,7 @@ def compile_share(index: int, total: int) -> None:
     for cell in cells():
         jobs += [("fused", cell, choice) for choice in fused_tiles(cell.site, cell.tokens)]
         if cell.max_loras * len(cell.widths) * cell.max_rank <= WIDE_UP_TO:
-            jobs += [("wide", cell, choice) for choice in wide_choices(cell.tokens)]
+            jobs += [("wide", cell, choice) for choice in wide_choices()]
     for form, cell, choice in jobs[index::total]:
         try:
             if form == "fused":
@@ -158,10 +159,11 @@ def measure(cell: DenseCell) -> dict[str, Any]:
     problem = dense.build(cell, device=device, dtype=torch.bfloat16)
     backend = dense.load_backend("torch", device=device)
     weights = [
-        dense.fill(backend, base, a, cell) for base, a in zip(problem.bases, problem.adapters)
+        dense.fill(backend, base, a, cell)
+        for base, a in zip(problem.bases, problem.adapters, strict=True)
     ]
     slots = problem.row_slots.int()
-    ours = dense.load_backend("fused", device=device)
+    ours = FusedBackend(device=device)
     ours.init_graph("decode", max_requests=cell.requests, max_tokens=cell.tokens)
     info = ours.prepare_batch(LoRABatch(cell.seq_lens, cell.slots, "decode"), graph="decode")
     by_rank = [
@@ -186,11 +188,11 @@ def measure(cell: DenseCell) -> dict[str, Any]:
                 for base, w in zip(problem.bases, by_rank, strict=True)
             ]  # fmt: skip
 
-        return lambda: step()
+        return step
 
     weights = [type(w)(w.a, w.b.contiguous(), w.ranks, w.scalings, w.layout) for w in weights]
     timed_only = set()
-    idle = dense.load_backend("fused", device=device)
+    idle = FusedBackend(device=device)
     idle.init_graph("decode", max_requests=cell.requests, max_tokens=cell.tokens)
     nobody = idle.prepare_batch(
         LoRABatch(cell.seq_lens, [-1] * cell.requests, "decode"), graph="decode"
@@ -207,7 +209,7 @@ def measure(cell: DenseCell) -> dict[str, Any]:
         ]
         contender("wide product only", lambda: lambda: [layer.product(problem.x) for layer in wide])
         timed_only.add("wide product only")
-        for choice in wide_choices(cell.tokens):
+        for choice in wide_choices():
 
             def make(choice: dict[str, Any] = choice) -> Any:
                 made = [
@@ -224,7 +226,7 @@ def measure(cell: DenseCell) -> dict[str, Any]:
     checked = {n: r for n, r in replays.items() if n not in timed_only}
     errors_found = dense.check(problem, checked, errors)
     names = [n for n in replays if n == BASE or n in errors_found or n in timed_only]
-    paired = paired_rounds(timer(replays, device), names, layers=dense.LAYERS, enough=lambda p: True,
+    paired = paired_rounds(timer(replays, device), names, layers=dense.LAYERS, enough=lambda _: True,
                            min_rounds=21, seconds=0.6)  # fmt: skip
     estimates = paired.estimates()
     order = sorted(estimates, key=lambda n: estimates[n].median)

@@ -8,15 +8,20 @@ has one round of independent loads, where a program per tile has one round per t
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks import dense
+from benchmarks.grid import DenseCell
+from benchmarks.timing import BASE, capture, paired_rounds, timer
+from lora_core.batch import LoRABatch
 from lora_core.triton_kit import Launch, dot
 from lora_core.weights import LoRAWeights, SliceLayout
+from lora_core_triton.backend import TritonBackend
 from lora_core_triton.worklist import WorkList
 
 
@@ -119,66 +124,64 @@ def _launch(
     return Launch(expand_columns, **bound, num_warps=warps, launch_pdl=overtakes), sum(blocks)
 
 
-def main() -> None:
-    """Time it beside the triton backend's expand, both behind the base product."""
-    from benchmarks import dense
-    from benchmarks.grid import DenseCell
-    from benchmarks.timing import BASE, capture, paired_rounds, timer
-    from lora_core import LoRABatch, load_backend
+POINTS = (  # site, K, widths, tokens, adapters, rank, slots of the pool
+    ("gate_up", 4096, (14336, 14336), 32, 8, 16, 8), ("qkv", 4096, (4096, 1024, 1024), 32, 8, 16, 8),
+    ("o", 4096, (4096,), 32, 8, 16, 8), ("gate_up", 4096, (14336, 14336), 1, 1, 16, 8),
+    ("gate_up", 4096, (14336, 14336), 64, 8, 16, 8), ("gate_up", 4096, (14336, 14336), 32, 32, 64, 32),
+)  # fmt: skip
+CHOICES: tuple[dict[str, int], ...] = (
+    {"bn": 64}, {"bn": 128, "warps": 8}, {"bn": 128}, {"bn": 64, "overtakes": False}, {"bn": 64, "chunk": 4},
+    {"bn": 32},
+)  # fmt: skip
 
+
+def measure(cell: DenseCell) -> None:
+    """Time it beside the triton backend's expand, both behind the base product."""
     device = torch.device("cuda")
-    points = [("gate_up", 4096, (14336, 14336), 32, 8, 16, 8), ("qkv", 4096, (4096, 1024, 1024), 32, 8, 16, 8),
-              ("o", 4096, (4096,), 32, 8, 16, 8), ("gate_up", 4096, (14336, 14336), 1, 1, 16, 8),
-              ("gate_up", 4096, (14336, 14336), 64, 8, 16, 8), ("gate_up", 4096, (14336, 14336), 32, 32, 64, 32)]  # fmt: skip
-    for site, k, widths, tokens, adapters, rank, slots in points:
+    problem = dense.build(cell, device=device, dtype=torch.bfloat16)
+    backend = TritonBackend(device=device)
+    backend.init_graph("decode", max_requests=cell.tokens, max_tokens=cell.tokens)
+    info = backend.prepare_batch(LoRABatch(cell.seq_lens, cell.slots, "decode"), graph="decode")
+    sites = []
+    for base, adapters in zip(problem.bases, problem.adapters, strict=True):
+        weights = dense.fill(backend, base, adapters, cell)
+        sites.append((base, weights, backend.shrink(problem.x, weights)))
+
+    def theirs() -> list[Tensor]:
+        return [backend.expand(h, weights, base(problem.x)) for base, weights, h in sites]
+
+    def columns(choice: dict[str, int]) -> list[Tensor]:
+        outs = []
+        for base, weights, h in sites:
+            tiles = backend._tiles(info, info.work, cell.tokens, weights)
+            outs.append(base(problem.x))
+            expand(h, weights, outs[-1], info.work, info.meta, tiles, **choice)
+        return outs
+
+    replays = {
+        BASE: capture(dense.base_step(problem), device),
+        "expand of triton": capture(theirs, device),
+    }
+    for choice in CHOICES:
+        replays[f"columns {choice}"] = capture(partial(columns, choice), device)
+    errors: dict[str, str] = {}
+    dense.check(problem, replays, errors)
+    paired = paired_rounds(timer(replays, device), list(replays), layers=dense.LAYERS, enough=lambda _: True,
+                           min_rounds=21, seconds=0.5)  # fmt: skip
+    print(
+        f"{cell.site} T={cell.tokens} x{cell.adapters} r{cell.rank}",
+        {k: v[:90] for k, v in errors.items()},
+    )
+    for name, e in sorted(paired.estimates().items(), key=lambda item: item[1].median):
+        print(f"   {e.median:7.2f} [{e.low:.2f}, {e.high:.2f}]  {name}", flush=True)
+
+
+def main() -> None:
+    """Every point."""
+    for site, k, widths, tokens, adapters, rank, slots in POINTS:
         cell = DenseCell(site, k, widths, tokens, adapters, rank, slots, 64, "even", tokens, 2.5)
         try:
-            problem = dense.build(cell, device=device, dtype=torch.bfloat16)
-            backend = load_backend("triton", device=device)
-            backend.init_graph("decode", max_requests=tokens, max_tokens=tokens)
-            info = backend.prepare_batch(
-                LoRABatch(cell.seq_lens, cell.slots, "decode"), graph="decode"
-            )
-            pools = [
-                dense.fill(backend, w, a, cell)
-                for w, a in zip(problem.bases, problem.adapters, strict=True)
-            ]
-            hs = [backend.shrink(problem.x, w) for w in pools]
-            replays = {BASE: capture(dense.base_step(problem), device)}
-
-            def theirs() -> list[Tensor]:
-                return [
-                    backend.expand(h, w, base(problem.x))
-                    for h, w, base in zip(hs, pools, problem.bases, strict=True)
-                ]
-
-            def ours(**choice: int) -> list[Tensor]:
-                outs = []
-                for h, w, base in zip(hs, pools, problem.bases, strict=True):
-                    out = base(problem.x)
-                    expand(
-                        h,
-                        w,
-                        out,
-                        info.work,
-                        info.meta,
-                        backend._tiles(info, info.work, tokens, w),
-                        **choice,
-                    )
-                    outs.append(out)
-                return outs
-
-            replays["expand of triton"] = capture(theirs, device)
-            for choice in ({"bn": 64}, {"bn": 128, "warps": 8}, {"bn": 128}, {"bn": 64, "overtakes": False},
-                           {"bn": 64, "chunk": 4}, {"bn": 32, "chunk": 8}):  # fmt: skip
-                replays[f"columns {choice}"] = capture(lambda c=choice: ours(**c), device)
-            errors: dict[str, str] = {}
-            dense.check(problem, replays, errors)
-            paired = paired_rounds(timer(replays, device), list(replays), layers=dense.LAYERS,
-                                   enough=lambda _: True, min_rounds=21, seconds=0.5)  # fmt: skip
-            print(f"{site} T={tokens} x{adapters} r{rank}", {k: v[:90] for k, v in errors.items()})
-            for name, e in sorted(paired.estimates().items(), key=lambda item: item[1].median):
-                print(f"   {e.median:7.2f} [{e.low:.2f}, {e.high:.2f}]  {name}", flush=True)
+            measure(cell)
         except Exception as error:  # noqa: BLE001 - one point must not end the run
             print(site, tokens, type(error).__name__, str(error)[:300], flush=True)
 

@@ -23,9 +23,12 @@ from lora_core_triton import tables as triton_tables
 RANKS = (16, 0, 33, 8)
 PADDING = 3
 
-pytestmark = pytest.mark.skipif(
-    FusedBackend.unavailable_reason() is not None, reason="no CUDA device, and not interpreted"
-)
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        FusedBackend.unavailable_reason() is not None, reason="no CUDA device, and not interpreted"
+    ),
+]
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.research.fused.decode import counters, decode
+from benchmarks.research.fused.prefill import fits, prefill
+from benchmarks.research.fused.tables import PREFILL_FROM, RIDES_UP_TO
 from lora_core.backend import BackendConfig, BaseModule
 from lora_core.capabilities import Capabilities
 from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights
-from benchmarks.research.fused.decode import counters, decode
-from benchmarks.research.fused.prefill import fits, prefill
-from benchmarks.research.fused.tables import PREFILL_FROM, RIDES_UP_TO
 from lora_core_triton.backend import TritonBackend
 from lora_core_triton.worklist import WorkList
 
@@ -41,6 +41,7 @@ class FusedBackend(TritonBackend):
         self.workspace.sync["fused"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=self.device)
 
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
+        """`base(x)` plus the delta, by whichever form fits."""
         info = self._require_linear("linear", x, weights)
         weight, bias, rows = base.weight, base.bias, x.shape[0]
         form = None if weight is None else self._form(x, weight, bias, weights, info.work)

@@ -23,7 +23,7 @@ added for its own rows alone.
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
 # mypy: allow-untyped-defs
-# ruff: noqa: ANN001, ANN201, ANN202, D103
+# ruff: noqa: ANN001, ANN201, ANN202
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from benchmarks.research.fused import tables
 from lora_core.triton_kit import INTERPRETED, Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights, SliceLayout
-from benchmarks.research.fused import tables
 from lora_core_triton.worklist import WorkList
 
 _ON_GPU = tl.constexpr(not INTERPRETED)

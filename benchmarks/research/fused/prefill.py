@@ -11,7 +11,7 @@ kernel, which adds each request to its own rows alone: no value of a neighbour c
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
 # mypy: allow-untyped-defs
-# ruff: noqa: ANN001, ANN201, D103
+# ruff: noqa: ANN001, ANN201
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks.research.fused import tables
 from lora_core.batch import RequestTable
 from lora_core.triton_kit import INTERPRETED, Launch, Tile, dot, family
 from lora_core.weights import LoRAWeights, SliceLayout
-from benchmarks.research.fused import tables
 from lora_core_triton.worklist import WorkList
 
 
