@@ -71,10 +71,10 @@ def decode_variants(site: str, rank: int) -> Iterator[Variant]:
                 yield Variant("expand", expand=tile)
                 if overtakes and bn == 32 * warps:
                     yield Variant("overlap", expand=tile)
-    for bc, bk, warps, split in (
-        (16, 128, 4, 512), (64, 128, 4, 512), (32, 128, 4, 256), (32, 128, 4, 1024), (16, 128, 2, 1024),
+    for bc, bk, warps, split, stages in (
+        (16, 128, 4, 512, 4), (64, 128, 4, 512, 4), (32, 128, 4, 256, 2), (32, 256, 4, 512, 2), (32, 128, 4, 1024, 4),
     ):  # fmt: skip
-        tile = Tile({"BM": 16, "BC": bc, "BK": bk, "GROUP": 1}, warps, 2)
+        tile = Tile({"BM": 16, "BC": bc, "BK": bk, "GROUP": 1}, warps, stages)
         yield Variant("overlap", shrink=tile, split=split)
 
 
@@ -86,7 +86,8 @@ def prefill_variants() -> Iterator[Variant]:
             "expand", expand=Tile({"BM": bm, "BN": bn, "BR": 16, "OVERTAKES": 0}, warps, 3)
         )
     for bm, bc, bk, group, warps, stages in (
-        (32, 32, 64, 0, 4, 3), (64, 32, 64, 0, 4, 3), (64, 32, 64, 0, 4, 4), (64, 32, 64, 2, 4, 3), (64, 16, 64, 0, 4, 4),
+        (32, 32, 64, 0, 4, 4), (32, 32, 128, 0, 4, 3), (64, 32, 64, 0, 4, 3), (64, 32, 64, 0, 4, 4), (64, 32, 64, 2, 4, 4),
+        (64, 16, 64, 0, 4, 4), (64, 32, 128, 0, 4, 3), (16, 32, 128, 0, 4, 3),
     ):  # fmt: skip
         tile = Tile({"BM": bm, "BC": bc, "BK": bk, "GROUP": group}, warps, stages)
         yield Variant("shrink", shrink=tile)

@@ -101,7 +101,7 @@ def shrink_kernel(
         b_h = tl.zeros((BM, BC), tl.float32)
         for split in range(p_group * group, tl.minimum(p_group * group + group, splits)):
             b_split = tl.zeros((BM, BC), tl.float32)
-            for step in tl.static_range(SPLIT // BK):
+            for step in range(SPLIT // BK):
                 k = split * SPLIT + step * BK
                 if EVEN_K:
                     m_x = m_m[:, None]

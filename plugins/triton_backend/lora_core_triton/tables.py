@@ -30,32 +30,32 @@ SHRINK = TileTable(
     [
         # GROUP: splits of one program, 0: all of them, in sequence
         Rule(
-            Tile({"BM": 16, "BC": 16, "BK": 64, "GROUP": 1}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BC": 16, "BK": 64, "GROUP": 1}, num_warps=4, num_stages=3),
             "float32 products are not for tensor cores: small tiles keep them in registers",
             where={"bytes": (4, 4), "rows": (1, 512)},
         ),
         Rule(
-            Tile({"BM": 16, "BC": 16, "BK": 64, "GROUP": 0}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BC": 16, "BK": 64, "GROUP": 0}, num_warps=4, num_stages=3),
             "float32, many rows: one program runs through all splits",
             where={"bytes": (4, 4)},
         ),
         Rule(
-            Tile({"BM": 16, "BC": 16, "BK": 128, "GROUP": 1}, num_warps=4, num_stages=2),
-            "few rows, small rank: as many programs as there are splits, to read A with the whole GPU",
+            Tile({"BM": 16, "BC": 16, "BK": 128, "GROUP": 1}, num_warps=4, num_stages=4),
+            "few rows, small rank: a program per split reads A with the whole GPU",
             where={"rows": (1, 512), "rank": (1, 16)},
         ),
         Rule(
-            Tile({"BM": 16, "BC": 32, "BK": 128, "GROUP": 1}, num_warps=4, num_stages=2),
-            "few rows: a program per split, to read A with the whole GPU",
+            Tile({"BM": 16, "BC": 32, "BK": 128, "GROUP": 1}, num_warps=4, num_stages=4),
+            "few rows: a program per split reads A with the whole GPU",
             where={"rows": (1, 512)},
         ),
         Rule(
-            Tile({"BM": 32, "BC": 32, "BK": 128, "GROUP": 4}, num_warps=4, num_stages=3),
+            Tile({"BM": 32, "BC": 32, "BK": 64, "GROUP": 2}, num_warps=4, num_stages=4),
             "too few tiles of rows to fill the GPU with one program each",
             where={"rows": (513, 2048)},
         ),
         Rule(
-            Tile({"BM": 32, "BC": 32, "BK": 128, "GROUP": 0}, num_warps=4, num_stages=3),
+            Tile({"BM": 32, "BC": 32, "BK": 64, "GROUP": 0}, num_warps=4, num_stages=4),
             "enough rows to fill the GPU: no partial sums in memory",
         ),
     ],
