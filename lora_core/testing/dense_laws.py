@@ -80,7 +80,12 @@ def neighbours(subject: Subject, case: DenseCase) -> None:
     before = _run(subject, reference)
     spans = _spans(case.lengths)
     users = [i for i, (slot, rows) in enumerate(zip(case.slots, case.lengths, strict=True)) if rows]
-    for request in dict.fromkeys((users[0], users[len(users) // 2], users[-1])):
+    probed = (
+        (users[0], users[-1])
+        if subject.interpreted
+        else (users[0], users[len(users) // 2], users[-1])
+    )
+    for request in dict.fromkeys(probed):
         own = case.slots[request]
         others = [i for i in range(len(case.slots)) if i != request]
 

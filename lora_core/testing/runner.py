@@ -118,11 +118,17 @@ def run(
         return report
     engine.refuse_unknown(family, subject, expected, "this run")
     shown = _Progress(progress)
-    for instance in family.plan(subject, level):
+    plan = family.plan(subject, level)
+    for instance in plan:
         result = _outcome(instance, subject, expected)
         report.results.append(result)
         shown.add(instance.check.name, result)
         if stop_at_failure and result.outcome == "failed":
+            break
+        if result.outcome == "failed" and _is_lost(subject.device):
+            rest = len(plan) - len(report.results)
+            lost = f"the device was lost in {result.id}; {rest} checks after it were not run"
+            report.results.append(Result("device", "failed", lost))
             break
     shown.finish()
     return report
@@ -150,6 +156,17 @@ def _outcome(instance: Instance[Any], subject: Any, expected: Mapping[str, str])
                 f"it passes but is expected to fail ({reason}): remove the expectation",
             )
     return Result(instance.id, outcome, detail, time.perf_counter() - began)
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Whether a CUDA device answers no more, as after an illegal memory access."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 class _Progress:

@@ -199,6 +199,13 @@ def test_a_required_device_turns_what_was_not_run_into_failures(monkeypatch):
     assert run_check("thing", require_device="xpu", stream=io.StringIO()) == 0
 
 
+def test_a_lost_device_ends_the_run(monkeypatch):
+    monkeypatch.setattr(runner, "_is_lost", lambda device: True)
+    report = runner.run(_family(), Thing(fails={"add[n1]"}), level="smoke")
+    assert [result.id for result in report.results] == ["add[n1]", "device"]
+    assert "lost in add[n1]; 3 checks after it were not run" in report.results[-1].detail
+
+
 def test_run_check_of_an_unknown_name_names_what_there_is():
     with pytest.raises(BackendNotFoundError, match="torch"):
         run_check("tortch", stream=io.StringIO())

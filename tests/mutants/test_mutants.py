@@ -44,7 +44,8 @@ def test_caught_by_the_check_that_should_notice(fault):
     assert verdict.caught_by.partition("[")[0] == fault.hint
 
 
-@pytest.mark.parametrize("level", ["smoke", pytest.param("standard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["smoke", "standard"])
 def test_the_victim_itself_is_right(level):
     report = runner.run(DENSE, Subject(Victim, device="cpu"), level=level)
     assert [result.detail for result in report.of("failed")] == []
