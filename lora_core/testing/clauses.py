@@ -35,6 +35,7 @@ CLAUSES: dict[str, str] = {
     "B8": "BatchInfo has one entry per request, empty ones included, whatever segments a backend cuts",
     "B9": "a batch depends on nothing that was prepared or run before it",
     "B10": "an earlier batch's metadata is not overwritten while its copy is under way",
+    "B11": "a prepared batch does not follow later changes of the engine's lists",
     # layers
     "L1": "a layer is active exactly while it has weights and a batch is prepared",
     "L2": "an inactive layer is the base module; a forward that nobody prepared is refused",

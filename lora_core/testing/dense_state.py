@@ -299,6 +299,26 @@ def failing_op(subject: Subject, case: DenseCase) -> None:
         assert_same_bits(problem.linear(backend)[live], first[live], f"linear after {why}")
 
 
+@DENSE.check(
+    "B11", cases=one, cause="the engine's lists kept in batch_info instead of their values"
+)
+def engine_lists(subject: Subject, case: DenseCase) -> None:
+    """Lists that the engine fills again after prepare_batch change nothing."""
+    problem = Problem(subject, case)
+    lengths, slots, kept = list(case.lengths), list(case.slots), list(case.lengths)
+    logits = [kept] if subject.capabilities.supports(Op.LM_HEAD) else []
+    backend = subject.new()
+    info = backend.prepare_batch(LoRABatch(lengths, slots, case.mode, logits))
+    for values in (lengths, slots, kept):
+        values[:] = [1, 1, 0]
+    problem.assert_linear(problem.linear(backend), "linear after the engine's lists were reused")
+    indptr = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
+    _assert_view(info, indptr, list(case.slots), subject)
+    if logits:
+        head = backend.lm_head(problem.x, problem.base, problem.weights, logits_pass=0)
+        problem.assert_linear(head, "lm_head after the engine's lists were reused")
+
+
 def _views(subject: Subject, level: Level) -> Sequence[DenseCase]:
     chunky = PLAIN.but(lengths=(40, 3))
     empty = PLAIN.but(lengths=(), slots=())
