@@ -71,10 +71,31 @@ def expand(
         GROUPED,
         BM,
     )
+    live = key < S * E
     slot = key // E
-    rank = tl.load(p_ranks + slot * SLICES + s, mask=key < S * E, other=0)
+    factor = tl.load(p_scalings + slot * SLICES + s, mask=live, other=0.0)
+    rank = tl.load(p_ranks + slot * SLICES + s, mask=live, other=0)
+    ranks = tl.arange(0, BR)
+    m_ranks = ranks < rank
+    # Whole vectors are loaded, and what lies past the slot's rank is cut off in registers: a mask
+    # that ends inside a vector would make every load one element wide. Few ranks are all read, at
+    # once, before the slot's own is known.
+    m_vectors = ranks < tl.where(live, R, 0)
+    if BR > 16:
+        m_vectors = m_vectors & (ranks // VEC * VEC < rank)
     columns = tl.program_id(1) * (BN * LOOPS) + tl.arange(0, BN)
     p_rows = p_out + pairs.to(tl.int64)[:, None] * (SLICES * W) + s * W
+    p_b_ranks = (
+        p_b
+        + slot.to(tl.int64) * s_slot
+        + (key % E).to(tl.int64) * s_expert
+        + (s * W).to(tl.int64) * s_row
+        + ranks[None, :]
+    )
+    factors = tl.full([BM], 1.0, tl.float32) * factor
+    if ROUTED:
+        factors *= tl.load(p_weights + pairs, mask=m_pairs, other=0.0).to(tl.float32)
+    b_b, b_old = _load_block(p_b_ranks, m_vectors, p_rows, m_pairs, columns, W, s_row, ACCUMULATE)
     if (rank == 0) | (count <= 0):
         if PDL:  # a kernel after this one relies on shrink having finished
             cuda.gdc_wait()
@@ -85,31 +106,14 @@ def expand(
                 tl.store(p_rows + here[None, :], zeros, mask=m_pairs[:, None] & (here < W)[None, :])
         return
 
-    ranks = tl.arange(0, BR)
-    # whole vectors are loaded, of which the ranks past the slot's own are then cut off: a mask that
-    # ends inside a vector would make every load one element wide
-    m_vectors = (ranks // VEC * VEC < rank) & (ranks < R)
-    m_ranks = ranks < rank
-    p_b_ranks = (
-        p_b
-        + slot.to(tl.int64) * s_slot
-        + (key % E).to(tl.int64) * s_expert
-        + (s * W).to(tl.int64) * s_row
-        + ranks[None, :]
-    )
-    factor = tl.load(p_scalings + slot * SLICES + s)
-    factors = tl.full([BM], 1.0, tl.float32) * factor
-    if ROUTED:
-        factors *= tl.load(p_weights + pairs, mask=m_pairs, other=0.0).to(tl.float32)
-    b_b, b_old = _load_block(p_b_ranks, m_vectors, p_rows, m_pairs, columns, W, s_row, ACCUMULATE)
     if PDL:
         cuda.gdc_wait()
     h = tl.zeros([BM, BR], tl.float32)
     for split in tl.static_range(SPLITS):
         h_rows = (split * P + places).to(tl.int64) * (SLICES * R) + s * R
-        m_h = m_pairs[:, None] & m_vectors[None, :]
+        m_h = m_pairs[:, None] & m_ranks[None, :]
         h += tl.load(p_h + h_rows[:, None] + ranks[None, :], mask=m_h, other=0.0)
-    h = tl.where(m_ranks[None, :], h, 0.0).to(p_b.dtype.element_ty)
+    h = h.to(p_b.dtype.element_ty)
     for loop in tl.static_range(LOOPS):
         here = columns + loop * BN
         now_b, now_old = b_b, b_old

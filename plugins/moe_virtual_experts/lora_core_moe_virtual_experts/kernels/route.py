@@ -76,7 +76,7 @@ def route_few(
     begins = earlier % BM == 0
     tl.store(p_order + places, rows, mask=m_rows)
     pairs = tl.where(begins, tl.minimum(equal - earlier, BM), 0)
-    _store_tile(p_tiles + places * 4, keys, places, pairs, m_rows)
+    _store_tile(p_tiles + places * 4, tl.where(begins, keys, S * E), places, pairs, m_rows)
     if tl.program_id(0) == 0:
         tl.store(p_num_tiles, P)
 

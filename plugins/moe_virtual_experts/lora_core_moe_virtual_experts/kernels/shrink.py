@@ -65,8 +65,11 @@ def shrink(
     slices = columns // R
     ranks = tl.load(p_ranks + slot * SLICES + slices, mask=slices < SLICES, other=0)
     m_columns = columns % R < ranks
-    if tl.max(ranks, 0) == 0:
-        return
+    m_a = slices < SLICES  # of few ranks all are read, before the slot's own are known
+    if R > 16:
+        m_a = m_columns
+        if tl.max(ranks, 0) == 0:
+            return
     rows = pairs if PAIRS else pairs // TOP_K
     p_rows = p_x + rows.to(tl.int64) * s_x
     p_a_rows = (
@@ -85,9 +88,7 @@ def shrink(
         b_x = tl.load(
             p_rows[:, None] + ks[None, :], mask=m_pairs[:, None] & m_ks[None, :], other=0.0
         )
-        b_a = tl.load(
-            p_a_rows[:, None] + ks[None, :], mask=m_columns[:, None] & m_ks[None, :], other=0.0
-        )
+        b_a = tl.load(p_a_rows[:, None] + ks[None, :], mask=m_a[:, None] & m_ks[None, :], other=0.0)
         acc = dot(b_x, tl.trans(b_a), acc)  # [BM, BC]
     h_rows = (split * P + places).to(tl.int64) * (SLICES * R)
     mask = m_pairs[:, None] & m_columns[None, :]
