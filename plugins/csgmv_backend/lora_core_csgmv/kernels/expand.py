@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from lora_core.triton_kit import dot
-from lora_core_csgmv.kernels.work import rows_at, scale_at, segment_at
+from lora_core_csgmv.kernels.work import add_product, rows_at, scale_at, segment_at
 
 
 @triton.jit(do_not_specialize=["num_rows", "room"])
@@ -157,12 +156,12 @@ def _columns(
             next_b = _load_b(p_b, n_next, n_end, r, rank, stride_n, stride_rank)
             m_next = t_live[:, None] & (n_next < n_end)[None, :]
             next_out = tl.load(p_out[:, None] + n_next[None, :], mask=m_next, other=0.0)
-        b_sum = dot(b_h, b_b, tl.zeros([BLOCK_T, BLOCK_N], tl.float32))
+        b_sum = add_product(b_h, b_b, tl.zeros([BLOCK_T, BLOCK_N], tl.float32))
         if MORE and MAX_RANK > BLOCK_R:
             for r0 in range(BLOCK_R, rank, BLOCK_R):
                 b_more = _load_b(p_b, n, n_end, r0 + r, rank, stride_n, stride_rank)
                 h_more = _load_h(p_token, t_live, r0 + r, rank, stride_h_rank, MAX_RANK)
-                b_sum = dot(h_more.to(b_more.dtype), b_more, b_sum)
+                b_sum = add_product(h_more.to(b_more.dtype), b_more, b_sum)
         b_new = tl.fma(b_sum, tl.full([BLOCK_T, BLOCK_N], factor, tl.float32), b_out.to(tl.float32))
         m_out = t_live[:, None] & (n < n_end)[None, :]
         tl.store(p_out[:, None] + n[None, :], b_new.to(b_out.dtype), mask=m_out)

@@ -19,8 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lora_core.triton_kit import dot
-from lora_core_csgmv.kernels.work import rows_at, segment_at
+from lora_core_csgmv.kernels.work import add_product, rows_at, segment_at
 
 ROWS_OF_A = tl.constexpr(64)
 """Packed rows of A in one unit of work, at most."""
@@ -176,7 +175,7 @@ def _tile(
             m_x, m_a = m_x & (k < in_features)[None, :], m_a & (k < in_features)[None, :]
         b_x = tl.load(p_x[:, None] + k[None, :], mask=m_x, other=0.0)
         b_a = tl.load(p_a[:, None] + k[None, :] * stride_k, mask=m_a, other=0.0)
-        b_sum = dot(b_x, tl.trans(b_a), b_sum)
+        b_sum = add_product(b_x, tl.trans(b_a), b_sum)
         if not PARALLEL:
             complete = step % STEPS == STEPS - 1
             b_h = tl.where(complete, b_h + b_sum, b_h)
