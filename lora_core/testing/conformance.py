@@ -97,6 +97,7 @@ def _test(check: Check[Any]) -> Callable[..., None]:
         __tracebackhide__ = True
         subject, _, expected = _plan(type(self), request.config)
         reason = engine.expected_reason(instance, expected)
+        verdict: str | None = None
         try:
             engine.run_instance(instance, subject)
         except NotRunHere as missing:
@@ -109,7 +110,11 @@ def _test(check: Check[Any]) -> Callable[..., None]:
                 pytest.xfail(f"preview of contract {check.since}: {failure}")
             if reason is not None:
                 pytest.xfail(reason)
-            raise
+            if not isinstance(failure.__cause__, AssertionError):
+                raise  # out of the backend: its traceback is what the author needs
+            verdict = str(failure)
+        if verdict is not None:  # outside of `except`, so that it is told once
+            pytest.fail(verdict, pytrace=False)
         if reason is not None:
             pytest.fail(
                 f"{instance.id} passes but is expected to fail ({reason}): remove it from expected_failures",

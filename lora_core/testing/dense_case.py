@@ -43,7 +43,7 @@ error is mostly chance, over as many as it takes to see this many."""
 Rank = int | tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DenseCase:
     """One batch over one site.
 
@@ -82,6 +82,12 @@ class DenseCase:
     scales: tuple[float, ...] | None = None
     ones: bool = False
     seed: int = 0
+
+    def __repr__(self) -> str:
+        """Code that builds it, with the fields that are not the default."""
+        fields = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        told = ", ".join(f"{name}={value!r}" for name, value, default in fields if value != default)
+        return f"DenseCase({told})"
 
     @property
     def id(self) -> str:
