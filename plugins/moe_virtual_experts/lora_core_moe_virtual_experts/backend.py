@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
 import torch
 import triton
@@ -11,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lora_core.moe import MoECapabilities, MoELoRABackend, MoELoRAWeights, MoERoute, MoERouting
-from lora_core.triton_kit import INTERPRETED, family
+from lora_core.triton_kit import INTERPRETED, Launch, TileTable, family
 from lora_core_moe_virtual_experts import tiles
-from lora_core_moe_virtual_experts.kernels.bound import bound, dependent_launch
+from lora_core_moe_virtual_experts.kernels.bound import DEPENDENT_LAUNCH, bound
 from lora_core_moe_virtual_experts.kernels.expand import expand
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import launch_route, max_tiles
@@ -141,27 +142,16 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
 
     def _shrink(self, x: Tensor, weights: MoELoRAWeights, route: VirtualRoute) -> Tensor:
         """H of every place, float32 `[splits, P, slices * R]`."""
-        a, pairs = weights.a, route.routing.topk_ids.numel()
-        columns = weights.layout.num_slices * weights.max_rank
-        tile = tiles.SHRINK.pick(
-            family(self.device), pairs=pairs, inputs=weights.in_features, columns=columns
-        )
-        splits, block_c = tile["SPLITS"], min(tile["BC"], max(16, triton.next_power_of_2(columns)))
-        h = torch.empty(splits, pairs, columns, dtype=torch.float32, device=x.device)
-        bound(
-            shrink,
-            PAIRS=x.dim() == 3,
-            SPLITS=splits,
-            BM=route.block_m,
-            BC=block_c,
-            BK=tile["BK"],
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **self._kinds(weights, route),
-        )(
-            (route.num_tiles, splits, triton.cdiv(columns, block_c)),
+        a, routing = weights.a, route.routing
+        plan = _plan_shrink(
+            tiles.SHRINK, family(self.device), _kinds(weights, route), x.dim() == 3,
+            routing.topk_ids.numel(), weights.in_features, route.num_tiles, route.block_m,
+        )  # fmt: skip
+        h = torch.empty(plan.h_shape, dtype=torch.float32, device=x.device)
+        plan.launch(
+            plan.grid,
             *(x, a, weights.ranks, h, route.order, route.tiles, route.count),
-            *(pairs, weights.in_features, *_sizes(route.routing)),
+            *(plan.h_shape[1], weights.in_features, *_sizes(routing)),
             *(x.stride(-2), a.stride(0), 0 if weights.shared_a else a.stride(1)),
             *(a.stride(2), a.stride(3)),
         )
@@ -177,46 +167,17 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
         routed_weights: bool,
         accumulate: bool,
     ) -> None:
-        b, slices = weights.b, weights.layout.num_slices
-        splits, pairs, columns = h.shape
-        width = weights.layout.widths[0]
-        tile = tiles.EXPAND.pick(family(self.device), pairs=pairs, outputs=width, columns=columns)
-        block_m = min(tile["BM"], route.block_m)
-        parts = route.block_m // block_m
-        loops = min(tile["LOOPS"], triton.cdiv(width, tile["BN"]))
-        bound(
-            expand,
-            ROUTED=routed_weights,
-            ACCUMULATE=accumulate,
-            SPLITS=splits,
-            BM=block_m,
-            PARTS=parts,
-            BN=tile["BN"],
-            LOOPS=loops,
-            BR=max(16, triton.next_power_of_2(weights.max_rank)),
-            VEC=vector_of(weights.max_rank),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **self._kinds(weights, route),
-        )(
-            (route.num_tiles * parts, triton.cdiv(width, tile["BN"] * loops), slices),
+        b, width = weights.b, weights.layout.widths[0]
+        plan = _plan_expand(
+            tiles.EXPAND, family(self.device), _kinds(weights, route), routed_weights, accumulate,
+            tuple(h.shape), width, route.num_tiles, route.block_m,
+        )  # fmt: skip
+        plan.launch(
+            plan.grid,
             *(h, b, weights.ranks, weights.scalings, route.routing.topk_weights, out),
-            *(route.order, route.tiles, route.count, pairs, width, *_sizes(route.routing)),
+            *(route.order, route.tiles, route.count, h.shape[1], width, *_sizes(route.routing)),
             *(b.stride(0), 0 if weights.shared_b else b.stride(1), b.stride(2)),
         )
-
-    def _kinds(self, weights: MoELoRAWeights, route: VirtualRoute) -> dict[str, object]:
-        """The constants that both kernels have."""
-        pdl = dependent_launch(self.device)
-        return {
-            "TOP_K": route.routing.top_k,
-            "HAS_MAP": route.routing.expert_map is not None,
-            "GROUPED": route.grouped,
-            "SLICES": weights.layout.num_slices,
-            "R": weights.max_rank,
-            "PDL": pdl,
-            "launch_pdl": pdl,
-        }
 
     def _reduce(
         self,
@@ -243,6 +204,113 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
             routing.topk_ids if mapping is None else mapping,
             *(out.shape[1], *_sizes(routing)),
         )
+
+
+class _Kinds(NamedTuple):
+    """The constants that both kernels have."""
+
+    top_k: int
+    has_map: bool
+    grouped: bool
+    slices: int
+    rank: int
+
+    def constants(self, gpu: str) -> dict[str, object]:
+        """As the kernels name them."""
+        pdl = gpu in DEPENDENT_LAUNCH
+        return {
+            "TOP_K": self.top_k,
+            "HAS_MAP": self.has_map,
+            "GROUPED": self.grouped,
+            "SLICES": self.slices,
+            "R": self.rank,
+            "PDL": pdl,
+            "launch_pdl": pdl,
+        }
+
+
+def _kinds(weights: MoELoRAWeights, route: VirtualRoute) -> _Kinds:
+    routing = route.routing
+    return _Kinds(
+        routing.top_k,
+        routing.expert_map is not None,
+        route.grouped,
+        weights.layout.num_slices,
+        weights.max_rank,
+    )
+
+
+class _Plan(NamedTuple):
+    """A launch of one shape, worked out once."""
+
+    launch: Launch
+    grid: tuple[int, int, int]
+    h_shape: tuple[int, int, int]
+
+
+@lru_cache(maxsize=4096)
+def _plan_shrink(
+    table: TileTable,
+    gpu: str,
+    kinds: _Kinds,
+    per_pair: bool,
+    pairs: int,
+    inputs: int,
+    num_tiles: int,
+    block_m: int,
+) -> _Plan:
+    columns = kinds.slices * kinds.rank
+    tile = table.pick(gpu, pairs=pairs, inputs=inputs, columns=columns)
+    splits, block_c = tile["SPLITS"], min(tile["BC"], max(16, triton.next_power_of_2(columns)))
+    launch = bound(
+        shrink,
+        PAIRS=per_pair,
+        SPLITS=splits,
+        BM=block_m,
+        BC=block_c,
+        BK=tile["BK"],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **kinds.constants(gpu),
+    )
+    grid = (num_tiles, splits, triton.cdiv(columns, block_c))
+    return _Plan(launch, grid, (splits, pairs, columns))
+
+
+@lru_cache(maxsize=4096)
+def _plan_expand(
+    table: TileTable,
+    gpu: str,
+    kinds: _Kinds,
+    routed: bool,
+    accumulate: bool,
+    h_shape: tuple[int, int, int],
+    width: int,
+    num_tiles: int,
+    most: int,
+) -> _Plan:
+    splits, pairs, columns = h_shape
+    tile = table.pick(gpu, pairs=pairs, outputs=width, columns=columns)
+    block_m = min(tile["BM"], most)
+    parts = most // block_m
+    loops = min(tile["LOOPS"], triton.cdiv(width, tile["BN"]))
+    launch = bound(
+        expand,
+        ROUTED=routed,
+        ACCUMULATE=accumulate,
+        SPLITS=splits,
+        BM=block_m,
+        PARTS=parts,
+        BN=tile["BN"],
+        LOOPS=loops,
+        BR=max(16, triton.next_power_of_2(kinds.rank)),
+        VEC=vector_of(kinds.rank),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **kinds.constants(gpu),
+    )
+    grid = (num_tiles * parts, triton.cdiv(width, tile["BN"] * loops), kinds.slices)
+    return _Plan(launch, grid, h_shape)
 
 
 def _sizes(routing: MoERouting) -> tuple[int, int, int]:

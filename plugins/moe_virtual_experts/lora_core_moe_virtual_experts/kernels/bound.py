@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from lora_core.triton_kit import Launch, family
+from lora_core.triton_kit import Launch
 
 _launches: dict[tuple[object, ...], Launch] = {}
 
@@ -25,10 +23,8 @@ def bound(kernel: Any, **constants: Any) -> Launch:
     return launch
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may be put in place while the one before it still runs.
+DEPENDENT_LAUNCH = frozenset({"sm90", "sm100"})
+"""GPU families on which a kernel may be put in place while the one before it still runs.
 
-    Such a kernel (`launch_pdl`) waits by `gdc_wait` before it reads what the other writes. Only
-    kernels from Hopper on can.
-    """
-    return family(device) in {"sm90", "sm100"}
+Such a kernel (`launch_pdl`) waits by `gdc_wait` before it reads what the other writes.
+"""

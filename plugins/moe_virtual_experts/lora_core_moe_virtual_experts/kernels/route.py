@@ -22,7 +22,8 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from lora_core.moe import MoERouting
-from lora_core_moe_virtual_experts.kernels.bound import bound, dependent_launch
+from lora_core.triton_kit import family
+from lora_core_moe_virtual_experts.kernels.bound import DEPENDENT_LAUNCH, bound
 from lora_core_moe_virtual_experts.kernels.keys import load_keys
 
 TILE_WORDS = 4  # key, first place, pairs, unused: one aligned vector
@@ -238,7 +239,8 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
         routing.num_experts,
     )
     programs = triton.cdiv(pairs, _ROWS)
-    pdl = {"PDL": dependent_launch(device), "launch_pdl": dependent_launch(device)}
+    overlap = family(device) in DEPENDENT_LAUNCH
+    pdl = {"PDL": overlap, "launch_pdl": overlap}
     if pairs <= FEW_PAIRS:
         compared = max(16, triton.next_power_of_2(pairs))
         rows = max(1, _FEW_ELEMENTS // compared)
