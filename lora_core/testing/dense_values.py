@@ -24,7 +24,7 @@ from lora_core.testing.dense_grid import (
     claimed,
     grid,
 )
-from lora_core.testing.engine import Level
+from lora_core.testing.engine import Level, Violation
 from lora_core.testing.subject import Subject
 
 
@@ -46,7 +46,7 @@ def linear(subject: Subject, case: DenseCase) -> None:
 
 
 @DENSE.check(
-    "S3", "V1", "V8", "S9", "I1",
+    "V1", "S3", "V8", "S9", "I1",
     cases=grid,
     cause="h kept or summed in the dtype of x instead of float32, or tf32 dots; rows of A mixed up",
 )  # fmt: skip
@@ -59,15 +59,15 @@ def shrink(subject: Subject, case: DenseCase) -> None:
     problem.assert_fresh(h, backend)
     assert isinstance(h, torch.Tensor), f"shrink returned {h!r}"
     expected_shape = (case.rows, len(case.widths), case.R)
-    assert tuple(h.shape) == expected_shape, (
-        f"shrink returned {tuple(h.shape)}, expected {expected_shape}"
-    )
+    if (tuple(h.shape), h.dtype) != (expected_shape, torch.float32):
+        found = f"{tuple(h.shape)} of {h.dtype}"
+        raise Violation("S3", f"shrink returned {found}, expected {expected_shape} of float32")
     expected = oracle.shrink(problem.x[: case.tokens], problem.weights, case.lengths, case.slots)
     assert_close(h[: case.tokens], expected, problem.plain_shrink(), "shrink", problem.where())
 
 
 @DENSE.check(
-    "S4", "S3", "V1", "I1", "I2",
+    "V1", "S4", "S3", "I1", "I2",
     cases=grid,
     cause="h read at or past the rank, or of a NO_LORA or padded row: all of that is NaN here",
 )  # fmt: skip
@@ -80,7 +80,10 @@ def expand(subject: Subject, case: DenseCase) -> None:
     with problem.guarded(backend):
         result = backend.expand(h, problem.weights, out.tensor)
     out.check("out", written=True)
-    assert result is out.tensor, f"expand returned {type(result).__name__}, expected out itself"
+    if result is not out.tensor:
+        raise Violation(
+            "S4", f"expand returned another {type(result).__name__}, expected out itself"
+        )
     live = before[: case.tokens]
     delta = oracle.delta(h[: case.tokens], problem.weights, case.lengths, case.slots, case.scales)
     assert_close(

@@ -150,7 +150,7 @@ def test_a_failure_shows_the_message_of_the_check(tmp_path):
     run = Run(tmp_path, WRONG.format(expected={}), "-k", "test_shrink and bf16")
     assert run.outcomes == {"failed": 4}
     assert run.code == 1
-    for words in ("backend 'wrong' fails shrink[bf16-", "clause S3:", "usual cause:"):
+    for words in ("backend 'wrong' fails shrink[bf16-", "clause V1:", "usual cause:"):
         assert words in run.text
 
 
