@@ -10,7 +10,6 @@ import torch
 
 from lora_core import LoRABatch, SliceLayout, load_backend
 from lora_core.triton_kit import INTERPRETED
-from lora_core_triton.worklist import plan_batch
 
 
 def microseconds(call: Callable[[], object], repeats: int = 200) -> float:
@@ -41,17 +40,11 @@ def main() -> None:
         for mode, batch in batches.items():
             for graph in (None, mode):
 
-                def repeated(batch: LoRABatch = batch, graph: Any = graph) -> None:
+                def prepare(batch: LoRABatch = batch, graph: Any = graph) -> None:
                     backend.prepare_batch(batch, graph=graph)
 
-                def new(batch: LoRABatch = batch, graph: Any = graph) -> None:
-                    plan_batch.cache_clear()
-                    backend.prepare_batch(batch, graph=graph)
-
-                print(
-                    f"prepare {requests:3d} requests, {mode}, {'graph' if graph else 'eager'}: "
-                    f"repeated {microseconds(repeated):6.1f}, new {microseconds(new):6.1f}"
-                )
+                where = "graph" if graph else "eager"
+                print(f"prepare {requests:3d} {mode} {where}: {microseconds(prepare):6.1f}")
     if INTERPRETED:
         return
     weights = backend.allocate_weights(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -20,7 +22,17 @@ from lora_core.workspace import GraphRoom
 from lora_core_triton import tables
 from lora_core_triton.expand import expand
 from lora_core_triton.shrink import shrink
-from lora_core_triton.worklist import WorkList, graph_rooms, most_tiles, plan_batch
+from lora_core_triton.worklist import (
+    Room,
+    WorkList,
+    cut,
+    eager_rooms,
+    graph_rooms,
+    most_tiles,
+    rows_of,
+    slots_at,
+    write,
+)
 
 _COUNTERS = 1 << 14
 """Words of `workspace.sync`: tiles times column blocks of the largest batch whose sums are split."""
@@ -95,40 +107,62 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         return info
 
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> TritonBatchInfo:
-        lengths, slots = tuple(batch.lengths), tuple(batch.slots)
-        logits = tuple(map(tuple, batch.logits))
-        scales = None if batch.scales is None else tuple(batch.scales)
-        requests, room = len(lengths), None
+        requests = len(batch.lengths)
+        slots = np.fromiter(batch.slots, np.int32, requests)
+        scales = None
+        if batch.scales is not None:
+            scales = np.fromiter(batch.scales, np.float32, requests).view(np.int32)
+        listed = [rows_of(lengths) for lengths in (batch.lengths, *batch.logits)]
+        indptr = listed[0].indptr
+        tokens = int(indptr[-1])
+        most = requests
         if graph is not None:
             room = self._require_graph(
-                graph, requests=requests, tokens=sum(lengths), passes=len(logits)
+                graph, requests=requests, tokens=tokens, passes=len(batch.logits)
             )
-        plan = plan_batch(lengths, slots, logits, scales, graph, room, tables.GATHERED_MAX_ROWS)
-        if room is None:
-            room = GraphRoom(requests, plan.num_tokens)
-            meta = torch.empty(plan.words.size, dtype=torch.int32, device=self.device)
+            most = room.max_requests
+        parts = []
+        for rows in listed:
+            few = rows.indptr[-1] <= tables.GATHERED_MAX_ROWS
+            gathered = bool(few) if graph is None else graph != "prefill"
+            parts.append(cut(slots, rows, scales, gathered=gathered))
+        if graph is None:
+            rooms: Sequence[Room] = eager_rooms(requests, parts)
+            meta = torch.empty(rooms[-1].end, dtype=torch.int32, device=self.device)
         else:
-            meta = self.workspace.static[str(graph)]
-        entry = self.workspace.staging.acquire(plan.words.size)
-        entry.host[: plan.words.size] = plan.words
+            rooms = graph_rooms(graph, *room)
+            meta = self.workspace.static[graph]
+            if len(parts) == 1:  # a captured lm_head reads the second list, whoever replays
+                parts *= 2
+
+        at, words = slots_at(most), rooms[-1].end
+        entry = self.workspace.staging.acquire(words)
+        host = entry.host
+        host[: requests + 1] = indptr
+        host[requests + 1 : most + 1] = tokens
+        host[at : at + requests] = slots
+        host[at + requests : at + most] = NO_LORA
+        works = tuple([write(host, place, part) for place, part in zip(rooms, parts, strict=True)])
         entry.send(meta)
 
-        at, most = plan.slots_at, room.max_requests
+        exact = RequestTable(meta[: requests + 1], meta[at : at + requests])
         static = None
         if graph is not None:
-            static = RequestTable(meta[: most + 1], meta[at : at + most])
+            static = exact
+            if requests != most:
+                static = RequestTable(meta[: most + 1], meta[at : at + most])
         return TritonBatchInfo(
-            num_tokens=plan.num_tokens,
+            num_tokens=tokens,
             mode=batch.mode,
             graph=graph,
-            has_active_lora=plan.lists[0].num_tiles > 0,
-            req_seg_indptr=meta[: requests + 1],
-            req_slots=meta[at : at + requests],
+            has_active_lora=works[0].num_tiles > 0,
+            req_seg_indptr=exact.seg_indptr,
+            req_slots=exact.slots,
             static_requests=static,
             meta=meta,
-            work=plan.lists[0],
-            passes=plan.lists[1:] or plan.lists,
-            highest_slot=plan.highest_slot,
+            work=works[0],
+            passes=works[1:] or works,
+            highest_slot=parts[0].highest_slot,
         )
 
     @override

@@ -91,6 +91,7 @@ def shrink_kernel(
         + tl.arange(0, BC)[None, :]
     )  # [BM, BC]
 
+    STEPS: tl.constexpr = SPLIT // BK
     for column in range(0, total_rank, BC):
         o_c = column + tl.arange(0, BC)
         m_c = o_c < total_rank
@@ -99,24 +100,26 @@ def shrink_kernel(
             p_slot + (o_slice.to(tl.int64) * a_slice + o_rank.to(tl.int64) * a_rank)[None, :]
         )  # [BK, BC]
         b_h = tl.zeros((BM, BC), tl.float32)
-        for split in range(p_group * group, tl.minimum(p_group * group + group, splits)):
-            b_split = tl.zeros((BM, BC), tl.float32)
-            for step in range(SPLIT // BK):
-                k = split * SPLIT + step * BK
-                if EVEN_K:
-                    m_x = m_m[:, None]
-                    m_a = m_c[None, :]
-                else:
-                    m_x = m_m[:, None] & (o_k < K - k)[None, :]
-                    m_a = m_c[None, :] & (o_k < K - k)[:, None]
-                b_x = tl.load(p_x + k, mask=m_x, other=0.0)
-                b_a = tl.load(p_a + k, mask=m_a, other=0.0)
-                b_split = dot(b_x, b_a, b_split)
-            if SEQUENTIAL:
-                b_h += b_split
+        b_split = tl.zeros((BM, BC), tl.float32)
+        first, end = p_group * group, tl.minimum(p_group * group + group, splits)
+        for step in range(first * STEPS, end * STEPS):
+            k = step * BK
+            if EVEN_K:
+                m_x = m_m[:, None]
+                m_a = m_c[None, :]
             else:
-                p_split = p_partial + split * (BM * WIDTH) + column
-                tl.store(p_split, b_split, mask=m_m[:, None] & m_c[None, :])
+                m_x = m_m[:, None] & (o_k < K - k)[None, :]
+                m_a = m_c[None, :] & (o_k < K - k)[:, None]
+            b_x = tl.load(p_x + k, mask=m_x, other=0.0)
+            b_a = tl.load(p_a + k, mask=m_a, other=0.0)
+            b_split = dot(b_x, b_a, b_split)
+            if step % STEPS == STEPS - 1:  # a split is whole
+                if SEQUENTIAL:
+                    b_h += b_split
+                else:
+                    p_split = p_partial + (step // STEPS) * (BM * WIDTH) + column
+                    tl.store(p_split, b_split, mask=m_m[:, None] & m_c[None, :])
+                b_split = tl.zeros((BM, BC), tl.float32)
         if SEQUENTIAL:
             o_h = (o_slice * MAX_RANK + o_rank)[None, :]
             p_h = h + o_row[:, None] * (NUM_SLICES * MAX_RANK) + o_h
