@@ -1,4 +1,4 @@
-"""Every kernel with every tile that the tables hold, for `python -m lora_core.triton_kit.aot`."""
+"""The kernels as the tables launch them over a range of shapes, for `python -m lora_core.triton_kit.aot`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ _TYPES = {
     "p_scalings": "*fp32",
     "p_weights": "*fp32",
 }
-_RANKS = ((2, 16), (1, 64), (2, 4))  # slices and R
+_MODELS = ((2048, 768, 128), (7168, 2048, 32))  # hidden, intermediate, experts of a rank
+_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
+_SLOTS, _TOP_K = 8, 8
 
 
 def cases() -> list[AotCase]:
-    """One case per kernel, tile and dtype, at the ranks most used."""
+    """One case per different kernel: decode to prefill in bfloat16, and a few in other forms."""
     return [*_route_cases(), *_product_cases()]
 
 
@@ -59,8 +61,9 @@ def _case(
     integers = frozenset(
         name for name in kernel.arg_names if name in _INTS and name not in {"K", "W"}
     )
+    warps = f" warps{tile.num_warps} stages{tile.num_stages}" if tile else ""
     return AotCase(
-        label=f"{kernel.__name__}[{label}]",
+        label=f"{kernel.__name__}[{label}{warps}]",
         kernel=kernel,
         types=_types(kernel, constants, dtype),
         constexprs=constants,
@@ -82,38 +85,59 @@ def _route_cases() -> Iterator[AotCase]:
 
 
 def _product_cases() -> Iterator[AotCase]:
-    for dtype in ("bf16", "fp32"):
-        for slices, rank in _RANKS:
-            for route in tiles.ROUTE.tiles():
-                kinds = {
-                    "TOP_K": 8,
-                    "HAS_MAP": False,
-                    "GROUPED": bool(route["GROUPED"]),
-                    "SLICES": slices,
-                    "R": rank,
-                    "BM": route["BM"],
-                    "PDL": False,
-                }
-                label = f"{dtype} {slices}x{rank} BM{route['BM']} grouped{route['GROUPED']}"
-                columns = max(16, triton.next_power_of_2(slices * rank))
-                for tile in tiles.SHRINK.tiles():
-                    own = {
-                        "PAIRS": slices == 1,
-                        "SPLITS": tile["SPLITS"],
-                        "BC": min(tile["BC"], columns),
-                        "BK": tile["BK"],
-                    }
-                    yield _case(shrink, f"{label} {own}", {**kinds, **own}, dtype, tile)
-                for tile in tiles.EXPAND.tiles():
-                    own = {
-                        "ROUTED": slices == 1,
-                        "ACCUMULATE": True,
-                        "SPLITS": 2,
-                        "BM": min(tile["BM"], route["BM"]),
-                        "PARTS": route["BM"] // min(tile["BM"], route["BM"]),
-                        "BN": tile["BN"],
-                        "LOOPS": tile["LOOPS"],
-                        "BR": max(16, triton.next_power_of_2(rank)),
-                        "VEC": vector_of(rank),
-                    }
-                    yield _case(expand, f"{label} {own}", {**kinds, **own}, dtype, tile)
+    seen: set[str] = set()
+    shapes = [("bf16", 16, model, tokens) for model in _MODELS for tokens in _TOKENS]
+    shapes += [("bf16", rank, _MODELS[0], tokens) for rank in (4, 64) for tokens in (8, 2048)]
+    shapes += [("fp32", 16, _MODELS[0], tokens) for tokens in (8, 2048)]
+    for dtype, rank, (hidden, inner, experts), tokens in shapes:
+        pairs = tokens * _TOP_K
+        route = tiles.ROUTE.pick("sm90", pairs=pairs, spread=pairs // (_SLOTS * experts))
+        for slices, inputs, width in ((2, hidden, inner), (1, inner, hidden)):
+            for case in _both(dtype, slices, rank, inputs, width, pairs, route):
+                if case.label not in seen:
+                    seen.add(case.label)
+                    yield case
+
+
+def _both(
+    dtype: str, slices: int, rank: int, inputs: int, width: int, pairs: int, route: Tile
+) -> Iterator[AotCase]:
+    """Shrink and expand of one projection."""
+    columns = slices * rank
+    kinds: dict[str, Any] = {
+        "TOP_K": _TOP_K,
+        "HAS_MAP": False,
+        "GROUPED": bool(route["GROUPED"]),
+        "SLICES": slices,
+        "R": rank,
+        "PDL": False,
+    }
+    label = f"{dtype} {slices}x{rank} {'grouped' if route['GROUPED'] else 'pairs'}"
+    tile = tiles.SHRINK.pick("sm90", pairs=pairs, inputs=inputs, columns=columns)
+    splits = tile["SPLITS"]
+    own = {
+        "PAIRS": slices == 1,
+        "SPLITS": splits,
+        "BM": route["BM"],
+        "BC": min(tile["BC"], max(16, triton.next_power_of_2(columns))),
+        "BK": tile["BK"],
+    }
+    yield _case(shrink, f"{label} {_short(own)}", {**kinds, **own}, dtype, tile)
+    tile = tiles.EXPAND.pick("sm90", pairs=pairs, outputs=width, columns=columns)
+    block_m = min(tile["BM"], route["BM"])
+    own = {
+        "ROUTED": slices == 1,
+        "ACCUMULATE": True,
+        "SPLITS": splits,
+        "BM": block_m,
+        "PARTS": route["BM"] // block_m,
+        "BN": tile["BN"],
+        "LOOPS": min(tile["LOOPS"], triton.cdiv(width, tile["BN"])),
+        "BR": max(16, triton.next_power_of_2(rank)),
+        "VEC": vector_of(rank),
+    }
+    yield _case(expand, f"{label} {_short(own)}", {**kinds, **own}, dtype, tile)
+
+
+def _short(constants: dict[str, Any]) -> str:
+    return " ".join(f"{name}{int(value)}" for name, value in constants.items())
