@@ -160,7 +160,8 @@ class Problem:
             else:
                 out = torch.mm(self.x, w.T)
                 h = self.h if form == "expand" else self.backend.shrink(self.x, weights)
-            self.backend.expand(h, weights, out)
+            info = self.backend.batch_info  # as `linear` does it in a graph
+            self.backend._expand(h, weights, out, info, info.work, may_overtake=True)
             outs.append(out)
         return outs
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_core.triton_kit import AotCase, Tile, TileTable
+from lora_core.triton_kit import AotCase, Rule, Tile, TileTable
 from lora_core.weights import SliceLayout
 from lora_core_triton import expand, shrink, tables
+from lora_core_triton.worklist import Room, lay_out
 
-_TYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 _QKV = SliceLayout((4096, 1024, 1024))
 _ODD = SliceLayout((100,))
+_OVERTAKING = frozenset({"sm90", "sm100"})  # griddepcontrol
 
 
 def cases() -> list[AotCase]:
@@ -19,13 +21,26 @@ def cases() -> list[AotCase]:
     return [*_shrink_cases(), *_expand_cases()]
 
 
-def _fits(tile: Tile, table_tiles_of_float32: list[Tile], size: int) -> bool:
-    """float32 rows of a table are for float32 alone, the others for 16 bits alone."""
-    return (tile in table_tiles_of_float32) == (size == 4)
+def _combinations(table: TileTable) -> Iterator[tuple[str, Tile, Room]]:
+    """(dtype, tile, room) as they can meet: a rule for 4 bytes is for float32 alone."""
+    seen: list[tuple[str, Tile, bool]] = []
+    for rule in table.rules:
+        for dtype, size in _SIZES.items():
+            for gathered in (True, False):
+                room = lay_out(0, 1, gathered=gathered)
+                fits = (
+                    rule.tile["BM"] == room.tile_rows
+                    if gathered
+                    else rule.tile["BM"] <= room.tile_rows
+                )
+                key = (dtype, rule.tile, gathered)
+                if fits and (size == 4) == _is_for_float32(rule) and key not in seen:
+                    seen.append(key)
+                    yield dtype, rule.tile, room
 
 
-def _float32(table: TileTable) -> list[Tile]:
-    return [rule.tile for rule in table.rules if rule.where.get("bytes") == (4, 4)]
+def _is_for_float32(rule: Rule) -> bool:
+    return rule.where.get("bytes") == (4, 4)
 
 
 def _shrink_cases() -> Iterator[AotCase]:
@@ -40,38 +55,28 @@ def _shrink_cases() -> Iterator[AotCase]:
         "splits",
         "group",
     )
-    for dtype, size in _TYPES.items():
-        for tile in tables.SHRINK.tiles():
-            if not _fits(tile, _float32(tables.SHRINK), size):
-                continue
-            for gathered in (True, False):
-                for even in (True, False):
-                    rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-                    if tile["BM"] > rows or (gathered and tile["BM"] != rows):
-                        continue
-                    bound = shrink.constexprs(
-                        tile, 3 if even else 1, 64, gathered, rows, even, tile["GROUP"] == 0
-                    )
-                    options = {name: bound.pop(name) for name in _OPTIONS if name in bound}
-                    yield AotCase(
-                        label=f"shrink[{dtype} {_words(tile)} gathered={gathered} even={even}]",
-                        kernel=shrink.shrink_kernel,
-                        types={
-                            "x": f"*{dtype}",
-                            "meta": "*i32",
-                            "a": f"*{dtype}",
-                            "ranks": "*i32",
-                            "h": "*fp32",
-                            "partial": "*fp32",
-                            "arrived": "*i32",
-                            **dict.fromkeys(integers, "i32"),
-                        },
-                        constexprs=bound,
-                        options=options,
-                        max_stack=32 if size == 4 else 0,  # float32 operands live in registers
-                        unaligned=frozenset({"splits", "group"})
-                        | (frozenset() if even else frozenset({"x", "a", "x_row", "a_rank", "K"})),
-                    )
+    for dtype, tile, room in _combinations(tables.SHRINK):
+        for even in (True, False):
+            bound = shrink.constexprs(tile, 3 if even else 1, 64, room, even, tile["GROUP"] == 0)
+            odd = frozenset[str]() if even else frozenset({"x", "a", "x_row", "a_rank", "K"})
+            yield AotCase(
+                label=f"shrink[{dtype} {_words(tile)} gathered={room.gathered} even={even}]",
+                kernel=shrink.shrink_kernel,
+                types={
+                    "x": f"*{dtype}",
+                    "meta": "*i32",
+                    "a": f"*{dtype}",
+                    "ranks": "*i32",
+                    "h": "*fp32",
+                    "partial": "*fp32",
+                    "arrived": "*i32",
+                    **dict.fromkeys(integers, "i32"),
+                },
+                options={name: bound.pop(name) for name in _OPTIONS if name in bound},
+                constexprs=bound,
+                unaligned=odd | {"splits", "group"},
+                max_stack=32 if dtype == "fp32" else 0,  # float32 operands live in registers
+            )
 
 
 def _expand_cases() -> Iterator[AotCase]:
@@ -79,37 +84,30 @@ def _expand_cases() -> Iterator[AotCase]:
         *("tiles_at", "rows_at", "scales_at", "out_row", "h_row", "h_slice"),
         *("b_slot", "b_column", "b_rank"),
     )
-    for dtype, size in _TYPES.items():
-        for tile in tables.EXPAND.tiles():
-            if not _fits(tile, _float32(tables.EXPAND), size):
-                continue
-            for gathered in (True, False):
-                for layout, embedding in ((_QKV, False), (_ODD, False), (_ODD, True)):
-                    rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
-                    if tile["BM"] > rows or (gathered and tile["BM"] != rows):
-                        continue
-                    bound = expand.constexprs(tile, layout, 64, gathered, rows, embedding)
-                    options = {name: bound.pop(name) for name in _OPTIONS if name in bound}
-                    odd = layout is _ODD
-                    yield AotCase(
-                        label=f"expand[{dtype} {_words(tile)} gathered={gathered} "
-                        f"slices={layout.num_slices} embedding={embedding}]",
-                        kernel=expand.expand_kernel,
-                        types={
-                            "out": f"*{dtype}",
-                            "h": f"*{dtype}" if embedding else "*fp32",
-                            "meta": "*i32",
-                            "b": f"*{dtype}",
-                            "ranks": "*i32",
-                            "scalings": "*fp32",
-                            "ids": "*i64" if embedding else "*i32",
-                            **dict.fromkeys(integers, "i32"),
-                        },
-                        constexprs=bound,
-                        options=options,
-                        ones=frozenset({"b_rank" if odd else "b_column"}),
-                        unaligned=frozenset({"out_row", "out"}) if odd else frozenset(),
-                    )
+    for dtype, tile, room in _combinations(tables.EXPAND):
+        for layout, embedding in ((_QKV, False), (_ODD, False), (_ODD, True)):
+            odd, overtakes = layout is _ODD, bool(tile["OVERTAKES"]) and layout is _QKV
+            bound = expand.constexprs(tile, layout, 64, room, embedding, overtakes)
+            yield AotCase(
+                label=f"expand[{dtype} {_words(tile)} gathered={room.gathered} "
+                f"slices={layout.num_slices} embedding={embedding}]",
+                kernel=expand.expand_kernel,
+                types={
+                    "out": f"*{dtype}",
+                    "h": f"*{dtype}" if embedding else "*fp32",
+                    "meta": "*i32",
+                    "b": f"*{dtype}",
+                    "ranks": "*i32",
+                    "scalings": "*fp32",
+                    "ids": "*i64" if embedding else "*i32",
+                    **dict.fromkeys(integers, "i32"),
+                },
+                options={name: bound.pop(name) for name in _OPTIONS if name in bound},
+                constexprs=bound,
+                ones=frozenset({"b_rank" if odd else "b_column"}),
+                unaligned=frozenset({"out_row", "out"}) if odd else frozenset(),
+                archs=_OVERTAKING if overtakes else None,
+            )
 
 
 def _words(tile: Tile) -> str:

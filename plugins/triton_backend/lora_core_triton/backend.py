@@ -302,7 +302,8 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         self._require_last_contiguous(op, "x", x)
         if not self._launches(info, work, x.shape[0]):
             return base(x)
-        if not self._overlaps(x):
+        overlaps = self._overlaps(x)
+        if not overlaps:
             out = base(x)
             h = self._shrink(x, weights, info, work)
         else:
@@ -312,7 +313,8 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 h = self._shrink(x, weights, info, work)
             out = base(x)
             main.wait_stream(side)
-        self._expand(h, weights, out, info, work)
+        # in a graph whatever writes weights or the work list comes before the base product begins
+        self._expand(h, weights, out, info, work, may_overtake=overlaps)
         return out
 
     @staticmethod
@@ -337,11 +339,18 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         )
 
     def _expand(
-        self, h: Tensor, weights: LoRAWeights, out: Tensor, info: TritonBatchInfo, work: WorkList
+        self,
+        h: Tensor,
+        weights: LoRAWeights,
+        out: Tensor,
+        info: TritonBatchInfo,
+        work: WorkList,
+        *,
+        may_overtake: bool = False,
     ) -> None:
         if self._launches(info, work, h.shape[0]):
             tiles = self._tiles(info, work, h.shape[0], weights)
-            expand(h, weights, out, work, info.meta, tiles)
+            expand(h, weights, out, work, info.meta, tiles, may_overtake=may_overtake)
 
     @staticmethod
     def _launches(info: TritonBatchInfo, work: WorkList, rows: int) -> bool:

@@ -130,6 +130,8 @@ def expand(
     meta: Tensor,
     tiles: int,
     ids: Tensor | None = None,
+    *,
+    may_overtake: bool = False,
 ) -> None:
     """Launch the kernel.
 
@@ -141,17 +143,17 @@ def expand(
         meta: int32, the buffer that `work` describes.
         tiles: row tiles to launch; those past the filled ones are dead.
         ids: integers [T'], of an embedding.
+        may_overtake: whether the kernel before this one wrote none of meta and weights, and began
+            after those were written; then this one may begin before that one has ended.
     """
     room, source = work.room, h if ids is None else weights.a
-    key = (
-        "expand",
-        band(out.shape[0]),
-        room.gathered,
-        room.tile_rows,
-        out.dtype,
-        None if ids is None else ids.dtype,
+    ids_dtype = None if ids is None else ids.dtype
+    key = ("expand", band(out.shape[0]), room.gathered, out.dtype, ids_dtype, may_overtake)
+    site = cached(
+        weights,
+        key,
+        lambda: _Site(source, weights, out, room, meta, ids, may_overtake=may_overtake),
     )
-    site = cached(weights, key, lambda: _Site(source, weights, out, room, meta, ids))
     site.launch(
         (site.blocks, tiles * site.programs_per_tile, 1),
         *(out, source, meta, meta if ids is None else ids),
@@ -170,6 +172,8 @@ class _Site:
         room: Room,
         meta: Tensor,
         ids: Tensor | None,
+        *,
+        may_overtake: bool,
     ) -> None:
         b, embedding = weights.b, ids is not None
         tile = EXPAND.pick(
@@ -178,9 +182,9 @@ class _Site:
             columns=out.shape[1],
             bytes=b.element_size(),
         )
-        launch, self.blocks = _launch(
-            tile, weights.layout, weights.max_rank, room.gathered, room.tile_rows, embedding
-        )
+        overtakes = bool(tile["OVERTAKES"]) and may_overtake
+        bound = constexprs(tile, weights.layout, weights.max_rank, room, embedding, overtakes)
+        self.blocks = sum(-(-width // tile["BN"]) for width in weights.layout.widths)
         self.programs_per_tile = room.tile_rows // tile["BM"]
         self.h_row, h_slice = (1, 0) if embedding else (0, 1)
         args = (
@@ -189,36 +193,31 @@ class _Site:
             *(source.stride(self.h_row), source.stride(h_slice)),
             *(b.stride(0), b.stride(1), b.stride(2)),
         )
-        self.launch = launch.fix(args, (0, 1, 2, 6, 7, 8, 9, 10, 11))
+        self.launch = _launch(tuple(bound.items())).fix(args, (0, 1, 2, 6, 7, 8, 9, 10, 11))
 
 
 @cache
-def _launch(
-    tile: Tile, layout: SliceLayout, max_rank: int, gathered: bool, tile_rows: int, embedding: bool
-) -> tuple[Launch, int]:
-    blocks = sum(-(-width // tile["BN"]) for width in layout.widths)
-    return Launch(
-        expand_kernel, **constexprs(tile, layout, max_rank, gathered, tile_rows, embedding)
-    ), blocks
+def _launch(bound: tuple[tuple[str, Any], ...]) -> Launch:
+    return Launch(expand_kernel, **dict(bound))
 
 
 def constexprs(
-    tile: Tile, layout: SliceLayout, max_rank: int, gathered: bool, tile_rows: int, embedding: bool
+    tile: Tile, layout: SliceLayout, max_rank: int, room: Room, embedding: bool, overtakes: bool
 ) -> dict[str, Any]:
-    """Everything that is compiled into the kernel, by parameter name."""
+    """Everything that is compiled into the kernel, by parameter name, and its launch options."""
     blocks = [-(-width // tile["BN"]) for width in layout.widths]
     return {
         "OFFSETS": layout.offsets,
         "FIRST_BLOCKS": tuple(sum(blocks[:i]) for i in range(len(blocks))),
         "MAX_RANK": max_rank,
-        "GATHERED": gathered,
-        "SUBTILES": tile_rows // tile["BM"],
+        "GATHERED": room.gathered,
+        "SUBTILES": room.tile_rows // tile["BM"],
         "EMBEDDING": embedding,
         "BM": tile["BM"],
         "BN": tile["BN"],
         "BR": tile["BR"],
-        "OVERTAKES": bool(tile["OVERTAKES"]),
-        "launch_pdl": bool(tile["OVERTAKES"]),
+        "OVERTAKES": overtakes,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        **({"launch_pdl": True} if overtakes else {}),
     }

@@ -210,7 +210,7 @@ class _Site:
     ) -> None:
         a, n, max_rank, k = weights.a, weights.layout.num_slices, weights.max_rank, x.shape[1]
         tile = SHRINK.pick(
-            family(x.device), rows=band(x.shape[0]), rank=max_rank, bytes=x.element_size()
+            family(x.device), rows=band(x.shape[0]), slices=n, bytes=x.element_size()
         )
         self.h_shape = (n, max_rank)
         self.splits = -(-k // SPLIT)
@@ -223,10 +223,13 @@ class _Site:
             *(x, meta, a, weights.ranks, some, some, arrived, room.tiles_at, room.rows_at, k),
             *(x.stride(0), a.stride(0), a.stride(1), a.stride(2), self.splits, self.group),
         )
-        shape = (tile, n, max_rank, room.gathered, room.tile_rows, k % SPLIT == 0)
         varying = (0, 1, 4, 5, 7, 8, 10, 15)
-        self.split = _launch(*shape, False).fix(args, varying)
-        self.sequential = _launch(*shape, True).fix(args, varying)
+        self.split, self.sequential = (
+            _launch(
+                tuple(constexprs(tile, n, max_rank, room, k % SPLIT == 0, sequential).items())
+            ).fix(args, varying)
+            for sequential in (False, True)
+        )
 
 
 def _partial(workspace: Workspace, size: int, *, scratch: bool) -> Tensor:
@@ -240,18 +243,8 @@ def _partial(workspace: Workspace, size: int, *, scratch: bool) -> Tensor:
 
 
 @cache
-def _launch(
-    tile: Tile,
-    n: int,
-    max_rank: int,
-    gathered: bool,
-    tile_rows: int,
-    even_k: bool,
-    sequential: bool,
-) -> Launch:
-    return Launch(
-        shrink_kernel, **constexprs(tile, n, max_rank, gathered, tile_rows, even_k, sequential)
-    )
+def _launch(bound: tuple[tuple[str, Any], ...]) -> Launch:
+    return Launch(shrink_kernel, **dict(bound))
 
 
 def _width(tile: Tile, n: int, max_rank: int) -> int:
@@ -260,20 +253,14 @@ def _width(tile: Tile, n: int, max_rank: int) -> int:
 
 
 def constexprs(
-    tile: Tile,
-    n: int,
-    max_rank: int,
-    gathered: bool,
-    tile_rows: int,
-    even_k: bool,
-    sequential: bool,
+    tile: Tile, n: int, max_rank: int, room: Room, even_k: bool, sequential: bool
 ) -> dict[str, Any]:
     """Everything that is compiled into the kernel, by parameter name."""
     return {
         "NUM_SLICES": n,
         "MAX_RANK": max_rank,
-        "GATHERED": gathered,
-        "SUBTILES": tile_rows // tile["BM"],
+        "GATHERED": room.gathered,
+        "SUBTILES": room.tile_rows // tile["BM"],
         "EVEN_K": even_k,
         "SEQUENTIAL": sequential,
         "SPLIT": SPLIT,
