@@ -290,7 +290,7 @@ REFUSED = {
         gpt2,
         {"target_modules": ["c_attn"], "bias": "all", "fan_in_fan_out": True},
         AdapterMismatchError,
-        r"ln_1",
+        r"transformer\.\S*ln_",
     ),
     "trainable-tokens": (
         llama,
