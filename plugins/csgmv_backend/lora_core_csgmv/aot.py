@@ -18,6 +18,9 @@ _DTYPES = {
 _SITES = (((4096,), 16), ((4096, 1024, 1024), 64), ((4096,), 128))  # widths of the slices, max_rank
 _ROWS = (1, 32, 128, 512, 2048, 8192)
 _FAMILIES = ("sm80", "sm90", "sm100")
+_MAX_STACK = (
+    32  # a spill of a few words outside the loops, in the branch for more than 32 rows of A
+)
 _VARYING = frozenset({"num_rows", "room"})  # of a batch: nothing is compiled in about them
 
 
@@ -44,6 +47,7 @@ def _shrinks() -> Iterator[AotCase]:
             unaligned=_VARYING,
             ones=frozenset({"stride_k"}),
             archs=frozenset({family}),
+            max_stack=_MAX_STACK,
         )
 
 
@@ -70,6 +74,7 @@ def _expands() -> Iterator[AotCase]:
             unaligned=_VARYING,
             ones=frozenset({"stride_n", "stride_h_rank"}),
             archs=frozenset({family}),
+            max_stack=_MAX_STACK,
         )
 
 

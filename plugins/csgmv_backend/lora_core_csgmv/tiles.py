@@ -64,13 +64,18 @@ SHRINK = TileTable(
         Rule(_shrink(16, 32, 0), "float32: small operands in registers", where={"bytes": (4, 4)}),
         Rule(
             _shrink(16, 128, 1),
-            "decode: as many programs as K has parts",
+            "decode: as many programs as K has parts; o T=32 r16 5.8 us, with 64 inputs at a time 6.0",
             where={"rows": (0, 1024)},
         ),
         Rule(
-            _shrink(32, 64, 1, stages=4), "few segments: K in parallel", where={"rows": (0, 4096)}
+            _shrink(32, 64, 1, warps=8, stages=4),
+            "few segments, K in parallel: o T=2048 10 us, 17 with one program per segment",
+            where={"rows": (0, 4096)},
         ),
-        Rule(_shrink(32, 128, 0), "prefill: enough segments to fill the chip without splitting K"),
+        Rule(
+            _shrink(32, 64, 0, warps=8, stages=4),
+            "prefill: segments fill the chip without splitting K; o T=8192 29 us, 42 with it",
+        ),
     ),
 )
 
@@ -82,10 +87,17 @@ EXPAND = TileTable(
         Rule(_expand(16, 64, 16), "float32: small operands in registers", where={"bytes": (4, 4)}),
         Rule(
             _expand(16, 128, 64),
-            "decode: one block of rows, latency counts",
+            "decode: one block of rows, up to 64 ranks in flight at once",
             where={"rows": (0, 1024)},
         ),
-        Rule(_expand(32, 128, 64), "middle", where={"rows": (0, 4096)}),
-        Rule(_expand(32, 128, 64, 4), "prefill: the next block of columns is on its way"),
+        Rule(
+            _expand(32, 128, 16),
+            "few registers, many programs hide latency",
+            where={"rows": (0, 4096)},
+        ),
+        Rule(
+            _expand(32, 128, 32, 4, warps=8),
+            "prefill: the next block of columns is on its way while this one is multiplied",
+        ),
     ),
 )

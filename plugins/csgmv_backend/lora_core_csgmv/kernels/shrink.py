@@ -189,9 +189,12 @@ def _tile(
         tl.store(p_sum + part * size, b_sum, mask=m_sum)
         tl.debug_barrier()  # every thread has stored its sums before the arrival is announced
         if tl.atomic_add(arrival, 1, sem="acq_rel") == parts - 1:
-            for _ in tl.range(0, parts, loop_unroll_factor=4):
-                b_h += tl.load(p_sum, mask=m_sum, other=0.0, cache_modifier=".cg")
-                p_sum += size
+            b_part = tl.load(p_sum, mask=m_sum, other=0.0, cache_modifier=".cg")
+            for i in range(1, parts):
+                b_next = tl.load(p_sum + i * size, mask=m_sum, other=0.0, cache_modifier=".cg")
+                b_h += b_part
+                b_part = b_next
+            b_h += b_part
             _store(h, b_h, row, t_live, column, m_live, MAX_RANK, NUM_SLICES)
             tl.store(arrival, 0)
     else:
