@@ -224,3 +224,27 @@ def test_one_instruction_multiplies_whatever_the_number_of_rows():
 def test_listing_names_the_backend_and_loads_nothing():
     spec = next(spec for spec in list_backends() if spec.name == "csgmv")
     assert spec.target == "lora_core_csgmv.backend:CsgmvBackend"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("max_rank", [16, 64, 128])
+def test_bits_do_not_depend_on_tiles(backend, dtype, max_rank):
+    """A request alone, and among so many rows that other tiles and the other way to sum K are taken."""
+    weights = weights_for(
+        backend, in_features=2048, widths=(384, 128), max_rank=max_rank, dtype=dtype
+    )
+    x, base = inputs(backend, 5000, 2048, dtype), inputs(backend, 5000, 512, dtype, seed=2)
+    backend.init_graph("prefill", max_requests=3, max_tokens=5000)
+    found = []
+    for rows, graph in ((5, None), (5, "prefill"), (1500, None), (5000, None), (5000, "prefill")):
+        backend.prepare_batch(LoRABatch([5, rows - 5], [1, 2]), graph=graph)
+        h = backend.shrink(x[:rows], weights)
+        out = backend.expand(h, weights, base[:rows].clone())
+        live = [h[:5, s, :rank] for s, rank in enumerate(weights.ranks[1].tolist())]
+        found.append(torch.cat([out[:5].flatten().float(), *(part.flatten() for part in live)]))
+    for other in found[1:]:
+        assert torch.equal(found[0].view(torch.int32), other.view(torch.int32))
+    wanted = x[:5].double() @ weights.a[1, 0].double().T
+    assert torch.allclose(live[0].double(), wanted[:, : live[0].shape[1]], rtol=1e-2, atol=1e-1)
