@@ -200,6 +200,63 @@ def test_rslora_on_experts():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_generate_with_a_mixed_batch_equals_peft(tmp_path):
+    """Greedy tokens of a batch with and without the adapter are PEFT's, on attention and experts."""
+    model = tiny_model("deepseek_v3")
+    settings = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=6,
+        target_modules=["o_proj", "shared_experts.down_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    reference = peft.get_peft_model(copy.deepcopy(model), settings)
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    reference.save_pretrained(tmp_path)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    manager = attach(model, "torch", max_loras=2, max_rank=8)
+    assert "model.layers.1.mlp.shared_experts.down_proj" in manager.layers
+    manager.load_adapter("one", tmp_path)
+    found = model.generate(IDS, adapter_names=["one", None], **greedy)
+    assert found[0].tolist() == reference.generate(IDS, **greedy)[0].tolist()
+    with reference.disable_adapter():
+        assert found[1].tolist() == reference.generate(IDS, **greedy)[1].tolist()
+    assert found[0].tolist() != found[1].tolist()
+
+
+def test_expert_parallel_ranks_take_their_own_experts():
+    """K37: of a file with all experts, a rank packs those that it holds."""
+    from types import SimpleNamespace
+
+    from lora_core import SliceLayout
+    from lora_core.adapters.checkpoint import read_checkpoint
+    from lora_core.adapters.packing import pack
+    from lora_core.sites import Site
+
+    delta, home = one_delta(), "model.layers.0.mlp.experts"
+    name = f"{home}.down_proj"
+    for held in (range(2), range(2, 4)):
+        target = SimpleNamespace(
+            site=Site(name, "experts", INNER, SliceLayout((HIDDEN,)), (name,)),
+            dtype=torch.float32,
+            expert_ids=held,
+            total_experts=EXPERTS,
+            transposed=False,
+        )
+        a, b = delta["down_proj"]
+        for form in (
+            as_stacked({"down_proj": (a, b)}, home),
+            {
+                f"{home}.lora_A.weight": a.flatten(0, 1),
+                f"{home}.lora_B.weight": b.permute(1, 2, 0).flatten(1),
+            },
+        ):
+            update = pack(read_checkpoint((config(), form)), {name: target}).sites[name]
+            assert torch.equal(update.a[0], a[held.start : held.stop])
+            assert torch.equal(update.b[0], b[held.start : held.stop])
+
+
 class TestRefusals:
     """Whatever cannot be applied is refused by name, and nothing is loaded."""
 

@@ -11,6 +11,8 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+
 from lora_core import LoRABatch, SliceLayout, load_backend, load_moe_backend  # noqa: E402
 from lora_core.errors import (  # noqa: E402
     NoBatchPreparedError,
@@ -268,3 +270,100 @@ def test_two_sites_that_are_no_experts_module_are_refused():
     second = Site("x.down_proj", "experts", 25, SliceLayout((32,)), ("x.down_proj",))
     with pytest.raises(TensorMismatchError, match="no two projections of one experts module"):
         FusedMoEWithLoRA(module, first, second, gate, load_moe_backend("torch", device="cpu"))
+
+
+@use_experts_implementation(has_gate=False)
+class PlainExperts(nn.Module):
+    """Packed experts without a gate, as transformers would declare them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts = 4
+        self.up_proj = nn.Parameter(torch.randn(4, 24, 32) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(4, 32, 24) * 0.2)
+        self.act_fn = nn.ReLU()
+
+    def forward(self, hidden_states, topk_ids, topk_weights):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@torch.no_grad()
+def test_experts_that_are_not_gated(implementation):
+    """K34."""
+    config = transformers.PretrainedConfig()
+    config._experts_implementation = implementation
+    module = PlainExperts(config)
+    gate = ForwardGate(load_backend("torch", device="cpu"))
+    backend = load_moe_backend("torch", device="cpu")
+    layer = wrap_packed_experts("mlp.experts", module, gate, backend)
+    assert (layer.gate_up.site.name, layer.gate_up.site.layout.widths) == (
+        "mlp.experts.up_proj",
+        (24,),
+    )
+    for projection, which in ((layer.gate_up, "gate_up"), (layer.down, "down")):
+        fill(projection, backend, module, which, shared_outer=False)
+    x, ids, factors = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 0]]), torch.rand(3, 2)
+    gate.backend.prepare_batch(LoRABatch([1, 1, 1], [0, -1, 1]))
+    out = layer(x, ids, factors)
+    for row, slot in enumerate((0, None, 1)):
+        expected = torch.zeros(32, dtype=torch.float64)
+        for expert, factor in zip(ids[row].tolist(), factors[row], strict=True):
+            first, second = (
+                whole(projection.weights, parameter[expert], slot, expert)
+                for projection, parameter in (
+                    (layer.gate_up, module.up_proj),
+                    (layer.down, module.down_proj),
+                )
+            )
+            expected += factor.double() * (second @ (first @ x[row].double()).relu())
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def whole(weights, base, slot, expert):
+    """One expert's weight with one adapter multiplied in, float64."""
+    if slot is None:
+        return base.double()
+    rank = RANKS[slot]
+    a, b = weights.a[slot, expert, 0, :rank].double(), weights.b[slot, expert, :, :rank].double()
+    return base.double() + SCALINGS[slot] * (b @ a)
+
+
+@torch.no_grad()
+def test_expert_parallel_ranks_add_up_to_the_whole():
+    """K37: two ranks hold half of the experts each, with pools and local ids of their own."""
+    model = tiny_model("qwen3_moe")
+    name, module = next(iter(experts_of(model).items()))
+    gate = ForwardGate(load_backend("torch", device="cpu"))
+    backend = load_moe_backend("torch", device="cpu")
+    full = wrap_packed_experts(name, module, gate, backend)
+    for projection, which in ((full.gate_up, "gate_up"), (full.down, "down")):
+        fill(projection, backend, module, which, shared_outer=False)
+    x, ids, factors = (
+        torch.randn(4, 32),
+        torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]]),
+        torch.rand(4, 2),
+    )
+    gate.backend.prepare_batch(LoRABatch([1] * 4, [0, 1, -1, 1]))
+    expected, total = full(x, ids, factors), torch.zeros(4, 32)
+    for rank in range(2):
+        held = range(2 * rank, 2 * rank + 2)
+        half = copy.deepcopy(module)
+        half.num_experts = 2
+        for parameter in ("gate_up_proj", "down_proj"):
+            own = getattr(module, parameter)[held.start : held.stop]
+            setattr(half, parameter, nn.Parameter(own.clone()))
+        layer = FusedMoEWithLoRA(
+            half, full.gate_up.site, full.down.site, gate, backend, total_experts=4, expert_ids=held
+        )
+        for projection, source in ((layer.gate_up, full.gate_up), (layer.down, full.down)):
+            projection.allocate(len(RANKS), max(RANKS))
+            assert projection.weights.a.shape[1] == 2
+            for field in ("a", "b"):
+                whole_pool = getattr(source.weights, field)
+                getattr(projection.weights, field).copy_(whole_pool[:, held.start : held.stop])
+            projection.weights.ranks.copy_(source.weights.ranks)
+            projection.weights.scalings.copy_(source.weights.scalings)
+        local = torch.where((ids >= held.start) & (ids < held.stop), ids - held.start, 2)
+        total += layer(x, local, torch.where(local < 2, factors, 0))
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
