@@ -124,19 +124,15 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
     def _neutralise(self, kind: GraphKind) -> None:
         """No requests and no segments: captured kernels find nothing to do."""
-        static, table = (
-            self.workspace.static[kind],
-            _table(self.workspace.graph_room[kind].max_requests),
-        )
+        static = self.workspace.static[kind]
+        table = _table(self.workspace.graph_room[kind].max_requests)
         static.zero_()
         static[table.slots_at : table.words].fill_(NO_LORA)
 
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
         requests, tokens = len(batch.lengths), sum(batch.lengths)
-        covered = [
-            tokens,
-            *[sum(kept) for kept in batch.logits],
-        ]  # rows of the batch, and of each pass
+        # rows of the batch, and of each pass
+        covered = [tokens, *[sum(kept) for kept in batch.logits]]
         if graph is None:
             table = _table(requests)
             rooms = [room_for(requests=requests, rows=rows) for rows in covered]
@@ -189,6 +185,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
                     block=views[1 + index],
                     room=room,
                     bound=len(plan.slots) if graph is None else room.segments,
+                    fixed=graph is not None,
                 )
             )
             at += room.words
@@ -369,7 +366,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
 
     def _programs(self, units: int, segments: Segments) -> int:
         """As many as there is work; in a graph, where `units` is only a bound, as fill the chip."""
-        if segments.bound == segments.length:
+        if not segments.fixed:
             return units
         return min(units, self._multiprocessors * _PROGRAMS_PER_SM)
 

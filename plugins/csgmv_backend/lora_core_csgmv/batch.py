@@ -21,6 +21,7 @@ class Segments(NamedTuple):
         block: int32, on the device: `lora_core_csgmv.segments` describes it.
         room: the extent of `block`.
         bound: no batch that may ever lie in `block` has more segments; the extent of launches.
+        fixed: whether `block` is static memory of a graph, so that launches may not follow `length`.
     """
 
     num_rows: int
@@ -29,6 +30,7 @@ class Segments(NamedTuple):
     block: Tensor
     room: SegmentRoom
     bound: int
+    fixed: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
