@@ -302,8 +302,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         self._require_last_contiguous(op, "x", x)
         if not self._launches(info, work, x.shape[0]):
             return base(x)
-        overlaps = self._overlaps(x)
-        if not overlaps:
+        if not self._overlaps(x):
             out = base(x)
             h = self._shrink(x, weights, info, work)
         else:
@@ -313,8 +312,9 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 h = self._shrink(x, weights, info, work)
             out = base(x)
             main.wait_stream(side)
-        # in a graph whatever writes weights or the work list comes before the base product begins
-        self._expand(h, weights, out, info, work, may_overtake=overlaps)
+        # Whatever writes weights or the work list has ended before the launch in front of this one
+        # began. Of graph batches only, warm-up included: the same kernels are then captured.
+        self._expand(h, weights, out, info, work, may_overtake=info.graph is not None)
         return out
 
     @staticmethod
