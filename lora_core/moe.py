@@ -31,7 +31,7 @@ from lora_core.errors import ContractError, TensorMismatchError, UnsupportedOpEr
 from lora_core.weights import SliceLayout
 
 _ID_DTYPES = (torch.int32, torch.int64)
-_METHODS = ("route", "gate_up", "down", "allocate_weights")
+_METHODS = ("route", "gate_up", "down", "allocate_weights", "row_slots")
 
 
 class MoECapabilities(BaseModel):
@@ -336,6 +336,17 @@ class MoELoRABackend(Placed, ABC, Generic[RouteT]):
             layout=layout,
             num_experts=num_experts,
         )
+
+    def row_slots(self, info: BatchInfo | None, rows: int) -> Tensor | None:
+        """The slot of each row of a prepared batch, int32 `[rows]`; None: no row has an adapter.
+
+        Overridden by backends that find them faster; read from the request view alone.
+
+        Args:
+            info: `batch_info` of any dense backend, or None.
+            rows: to cover; those past the batch are padding.
+        """
+        return local_slots(info, rows)
 
     @abstractmethod
     def route(self, routing: MoERouting) -> RouteT:

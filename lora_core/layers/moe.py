@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lora_core.batch import BatchInfo
 from lora_core.errors import TensorMismatchError, UnsupportedOpError
 from lora_core.layers.base import ForwardGate, LoRALayer
-from lora_core.moe import MoELoRABackend, MoELoRAWeights, MoERoute, MoERouting, local_slots
+from lora_core.moe import MoELoRABackend, MoELoRAWeights, MoERoute, MoERouting
 from lora_core.sites import Site
 from lora_core.weights import SliceLayout
 
@@ -452,10 +452,10 @@ class FusedMoEWithLoRA(LoRALayer):
         """Slots of this rank's batch, computed once per eager forward for all of its layers."""
         info = self.gate.backend.batch_info
         if info is None or info.graph is not None:  # a capture must record how slots are found
-            return local_slots(info, rows)
+            return self.experts.row_slots(info, rows)
         slots = _row_slots.get(info)
         if slots is None or slots.shape[0] != rows:
-            slots = local_slots(info, rows)
+            slots = self.experts.row_slots(info, rows)
             if slots is not None:
                 _row_slots[info] = slots
         return slots

@@ -19,8 +19,9 @@ from lora_core_moe_virtual_experts.kernels.route import (
     scan_counts,
 )
 from lora_core_moe_virtual_experts.kernels.shrink import shrink
+from lora_core_moe_virtual_experts.kernels.slots import row_slots
 
-_INTS = ("P", "K", "W", "N", "G", "S", "E", "KEYS", "CHUNKS", "BLOCKS")
+_INTS = ("P", "K", "W", "N", "G", "S", "E", "KEYS", "CHUNKS", "BLOCKS", "REQUESTS", "ROWS")
 _TYPES = {
     "p_x": "*{x}",
     "p_a": "*{x}",
@@ -81,6 +82,7 @@ def _route_cases() -> Iterator[AotCase]:
         yield _case(scan_counts, f"keys{block}", scan, "i32", Tile({}, num_warps=8))
         place = {"BM": 64, "BKEY": block, "BB": 128, "CHUNK": 256, "BR": 32, "PDL": False}
         yield _case(place_pairs, f"keys{block}", place, "i32")
+    yield _case(row_slots, "", {"BT": 32, "BQ": 128}, "i32")
     yield _case(reduce_pairs, "bf16", {**kinds, "ACCUMULATE": True, "BN": 512}, "bf16")
 
 

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from typing_extensions import override
 
+from lora_core.batch import BatchInfo
 from lora_core.moe import MoECapabilities, MoELoRABackend, MoELoRAWeights, MoERoute, MoERouting
 from lora_core.triton_kit import INTERPRETED, Launch, TileTable, family
 from lora_core_moe_virtual_experts import tiles
@@ -19,6 +20,9 @@ from lora_core_moe_virtual_experts.kernels.expand import expand
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import launch_route, max_tiles
 from lora_core_moe_virtual_experts.kernels.shrink import shrink
+from lora_core_moe_virtual_experts.kernels.slots import row_slots
+
+_ROWS, _REQUESTS = 32, 128  # of one program of row_slots
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +57,18 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
         device_types=frozenset({"cpu", "cuda"} if INTERPRETED else {"cuda"}),
         graphs=True,
     )
+
+    @override
+    def row_slots(self, info: BatchInfo | None, rows: int) -> Tensor | None:
+        if info is None or (info.graph is None and not info.has_active_lora):
+            return None
+        seg_indptr, slots = info.request_table()
+        out = torch.empty(rows, dtype=torch.int32, device=slots.device)
+        if rows:
+            launch = bound(row_slots, BT=_ROWS, BQ=_REQUESTS, num_warps=4)
+            grid = (triton.cdiv(rows, _ROWS), 1, 1)
+            launch(grid, seg_indptr, slots, out, slots.shape[0], rows)
+        return out
 
     @override
     def route(self, routing: MoERouting) -> VirtualRoute:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lora_core import LoRABatch, MoERouting, list_backends, load_backend
+from lora_core import LoRABatch, MoERouting, list_backends, load_backend, token_slots
 from lora_core.plugins import registry
 from lora_core.testing.capture import Captured
 from lora_core.testing.moe_case import MoECase, MoEProblem
@@ -64,8 +64,12 @@ class Layer:
 
     def local(self, info) -> MoERouting:
         known = self.up.routing
-        return MoERouting.local(
-            info, known.topk_ids, known.topk_weights, num_experts=4, num_slots=2
+        return MoERouting(
+            topk_ids=known.topk_ids,
+            topk_weights=known.topk_weights,
+            slots=self.backend.row_slots(info, ROWS),
+            num_experts=4,
+            num_slots=2,
         )
 
     def given(self, slots) -> torch.Tensor:
@@ -112,6 +116,19 @@ def test_graph(dense, layer, kind):
     dense.reset_batch_state()
     captured.replay()
     assert torch.equal(captured.result, base), "a stray replay after a reset adds nothing"
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("rows", [0, 3, 6, 45])
+def test_slots_of_rows(rows, graph):
+    """The same as from the request view in plain torch, padding included."""
+    dense = load_backend("torch", device=VirtualExpertsBackend.default_device())
+    dense.init_graph("prefill", max_requests=150, max_tokens=64)
+    batch = LoRABatch([2, 0, 1, 3] * 4 + [0] * 130, [1, 0, -1, 2] * 4 + [5] * 130)
+    info = dense.prepare_batch(batch, graph="prefill" if graph else None)
+    found = VirtualExpertsBackend().row_slots(info, rows)
+    assert torch.equal(found, token_slots(info, rows))
+    assert VirtualExpertsBackend().row_slots(None, rows) is None
 
 
 def test_idle(dense, layer):
