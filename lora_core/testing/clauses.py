@@ -97,4 +97,5 @@ CLAUSES: dict[str, str] = {
     "X14": "experts: one route serves both projections, any number of times, and an instance holds no state of a batch",
     "X15": "experts: slots times experts has no limit but memory",
     "X16": "experts: allocate_weights gives tensors of the contract's shapes, every rank 0",
+    "X17": "experts: row_slots gives each row the slot of its request, from the request view alone",
 }

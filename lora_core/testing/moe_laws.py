@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lora_core.batch import LoRABatch
 from lora_core.errors import TensorMismatchError, UnsupportedOpError
+from lora_core.plugins import load_backend
 from lora_core.testing.capture import Captured
 from lora_core.testing.compare import assert_same_bits
 from lora_core.testing.engine import Level, NotRunHere
@@ -280,3 +282,27 @@ def experts_never_synchronise(subject: MoESubject, case: MoECase) -> None:
         problem.run(backend)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@MOE.check(
+    "X17", cause="empty requests counted as rows, padding, or another extent than the static one"
+)
+def experts_find_the_slots_of_rows(subject: MoESubject, case: object) -> None:
+    """Each row has the slot of its request, padding NO_LORA; None where no row has an adapter."""
+    backend, dense = subject.new_moe(), load_backend("torch", device=subject.device)
+    dense.init_graph("prefill", max_requests=9, max_tokens=12)
+    lengths, slots = [0, 3, 0, 1, 4, 0], [7, 1, 2, -1, 0, 5]
+    expected = [1, 1, 1, -1, 0, 0, 0, 0, -1, -1]
+    for graph in (None, "prefill"):
+        info = dense.prepare_batch(LoRABatch(lengths, slots), graph=graph)
+        found = backend.row_slots(info, 10)
+        if found is None or found.dtype != torch.int32 or found.tolist() != expected:
+            raise AssertionError(f"found {found}, expected int32 {expected} (graph {graph})")
+    captured = Captured(subject.device, lambda: backend.row_slots(dense.batch_info, 4))
+    dense.prepare_batch(LoRABatch([1, 2], [3, -1]), graph="prefill")
+    captured.replay()
+    if captured.result.tolist() != [3, -1, -1, -1]:
+        raise AssertionError(f"replayed with another batch: {captured.result.tolist()}")
+    base_only = dense.prepare_batch(LoRABatch([2], [-1]))
+    if backend.row_slots(None, 2) is not None or backend.row_slots(base_only, 2) is not None:
+        raise AssertionError("without an adapter there is nothing to find")

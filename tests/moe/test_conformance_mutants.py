@@ -116,6 +116,12 @@ class AllocatesRanks(TorchMoEBackend):
         return made
 
 
+class LosesBaseRows(TorchMoEBackend):
+    def row_slots(self, info, rows):
+        found = super().row_slots(info, rows)
+        return found if found is None else found.clamp(min=0)
+
+
 @pytest.mark.parametrize(
     ("backend", "check"),
     [
@@ -134,6 +140,7 @@ class AllocatesRanks(TorchMoEBackend):
         (AcceptsAnything, "experts_refuse_what_does_not_fit"),
         (ClaimsLess, "experts_refuse_what_is_not_claimed"),
         (AllocatesRanks, "experts_allocate_weights"),
+        (LosesBaseRows, "experts_find_the_slots_of_rows"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
