@@ -69,7 +69,11 @@ def _expands() -> Iterator[AotCase]:
                 **dict.fromkeys(("out", "h", "b"), f"*{dtype}"),
                 **dict.fromkeys(integers.split(), "i32"),
             },
-            constexprs={**constexprs, **tile.constexprs},
+            constexprs={
+                **constexprs,
+                **tile.constexprs,
+                "BLOCK_R": min(tile["BLOCK_R"], max_rank),
+            },
             options=_options(tile),
             unaligned=_VARYING,
             ones=frozenset({"stride_n", "stride_h_rank"}),
