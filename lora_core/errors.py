@@ -20,6 +20,7 @@ LoRACoreError
 │   ├── AdapterExistsError         the name is taken
 │   └── AdapterInUseError          the adapter is held, pinned, or part of the prepared batch
 ├── NoFreeSlotError            more adapters in one batch than slots
+├── RanksDisagreeError         another process failed, or does something else; nothing was changed
 └── InsufficientMemoryError    refused before it was taken
 
 Messages say who, what was asked, what was found, what is available, and what to do.
@@ -115,6 +116,10 @@ class AdapterInUseError(AdapterError, RuntimeError):
 
 class NoFreeSlotError(LoRACoreError, RuntimeError):
     """A batch names more adapters than there are slots, or every slot is in use."""
+
+
+class RanksDisagreeError(LoRACoreError, RuntimeError):
+    """Another process of the group cannot go on, or is at another call than this one."""
 
 
 class InsufficientMemoryError(LoRACoreError, MemoryError):

@@ -26,6 +26,7 @@ import torch
 
 from lora_core.adapters.checkpoint import read_checkpoint
 from lora_core.adapters.packing import PackedAdapter, pack
+from lora_core.adapters.sharding import shard_adapter
 from lora_core.backend import LoRABackend
 from lora_core.batch import NO_LORA, BatchInfo, LoRABatch
 from lora_core.capabilities import GraphKind, Mode, Op
@@ -357,7 +358,7 @@ class LoRAManager:
             packed = self._read(name, origin if origin is not None else source)
             with self._changed:
                 victim = self._host_victim(name)
-                self.pool.reserve(packed, name)
+                self._reserve(packed, name)
                 self._drop(victim)
                 adapter = _Adapter(name, origin, packed, _info(name, origin, packed))
                 self._adapters[name] = adapter
@@ -402,7 +403,7 @@ class LoRAManager:
         try:
             packed = self._read(name, origin if origin is not None else source)
             with self._changed:
-                self.pool.reserve(packed, name)
+                self._reserve(packed, name)
                 adapter.source, adapter.packed, adapter.info = (
                     origin,
                     packed,
@@ -436,26 +437,30 @@ class LoRAManager:
             AdapterNotFoundError: it is not loaded.
             AdapterInUseError: it is pinned, or still held or part of a live batch.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while True:
-                adapter = self._get(name)
-                if adapter.pinned:
-                    raise AdapterInUseError(
-                        f"adapter {name!r} is pinned: unpin({name!r}) before unloading it"
-                    )
-                reason = self._why_busy(adapter)
-                if reason is None:
-                    break
-                left = None if deadline is None else deadline - time.monotonic()
-                if not wait or (left is not None and left <= 0):
-                    raise AdapterInUseError(
-                        f"adapter {name!r} cannot be unloaded: it is {reason}. Try again after that, or use "
-                        "unload_adapter(..., wait=True)."
-                    )
-                self._changed.wait(left)
+            self._await_release(name, wait=wait, timeout=timeout)
             self._forget(name)
             _log.info("unloaded adapter %r", name)
+
+    def _await_release(self, name: str, *, wait: bool, timeout: float | None) -> None:
+        """Return when nothing uses an adapter; for the arguments see `unload_adapter`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            adapter = self._get(name)
+            if adapter.pinned:
+                raise AdapterInUseError(
+                    f"adapter {name!r} is pinned: unpin({name!r}) before unloading it"
+                )
+            reason = self._why_busy(adapter)
+            if reason is None:
+                return
+            left = None if deadline is None else deadline - time.monotonic()
+            if not wait or (left is not None and left <= 0):
+                raise AdapterInUseError(
+                    f"adapter {name!r} cannot be unloaded: it is {reason}. Try again after that, or use "
+                    "unload_adapter(..., wait=True)."
+                )
+            self._changed.wait(left)
 
     def prefetch(self, name: str) -> bool:
         """Bring an adapter to the device before a batch needs it; reads its files if they were dropped.
@@ -643,6 +648,7 @@ class LoRAManager:
         graph: GraphKind | None = None,
         logits: Sequence[Sequence[int]] = (),
         lane: int = 0,
+        beside: Sequence[str] = (),
     ) -> BatchInfo:
         """Make these requests the live batch of a lane, and direct the layers to it.
 
@@ -654,6 +660,7 @@ class LoRAManager:
             graph: prepare for the replay of a captured graph of that kind.
             logits: per lm_head pass, the rows kept of each request.
             lane: another lane overlaps its batch with that of lane 0.
+            beside: adapters that get a slot first, for rows that come from other ranks; see `seat`.
 
         Raises:
             AdapterNotFoundError: an adapter that is not loaded, or was dropped from the host tier.
@@ -663,9 +670,10 @@ class LoRAManager:
         with self._range("prepare"), self._changed:
             state = self._lane(lane)
             self._end(state, lane)
-            batch, wanted = self._resolve(requests, mode=mode, graph=graph, logits=logits)
-            state.slots = tuple(self._slot_of[name] for name in wanted)
-            state.names = frozenset(wanted)
+            batch, wanted = self._resolve(
+                requests, mode=mode, graph=graph, logits=logits, beside=beside
+            )
+            self._occupy(state, wanted)
             try:
                 self.pool.before_forward(state.slots)
                 info = state.backend.prepare_batch(batch, graph=graph)
@@ -683,10 +691,27 @@ class LoRAManager:
         mode: Mode,
         graph: GraphKind | None,
         logits: Sequence[Sequence[int]],
+        beside: Sequence[str],
     ) -> tuple[LoRABatch, dict[str, _Adapter]]:
         """The batch in slots, after moving in what has none; refuses before it changes anything."""
         names = [r.adapter for r in requests]
-        wanted = self._distinct(names)
+        wanted = self._distinct([*beside, *names])
+        scales = self._check_claims(requests, wanted, graph)
+        lengths = [r.length for r in requests]
+        if not wanted.keys() <= self._slot_of.keys():  # what is wrong must be seen before evicting
+            LoRABatch(lengths, [NO_LORA] * len(lengths), mode, logits, scales)
+        self._seat(wanted)
+        slots: dict[str | None, int] = {None: NO_LORA}
+        slots.update((name, self._slot_of[name]) for name in wanted)
+        return LoRABatch(lengths, [slots[name] for name in names], mode, logits, scales), wanted
+
+    def _check_claims(
+        self,
+        requests: Sequence[LoRARequest],
+        wanted: Mapping[str, _Adapter],
+        graph: GraphKind | None,
+    ) -> list[float] | None:
+        """The scales of a batch, after looking whether what it asks for can be done at all."""
         scales = None
         factors = [r.scale for r in requests]
         if factors.count(None) != len(factors):
@@ -700,7 +725,6 @@ class LoRAManager:
                     limit=f"ops {sorted(self.backend.capabilities.ops)}",
                     value=scales,
                 )
-        lengths = [r.length for r in requests]
         if graph is not None:
             whole = [a.name for a in wanted.values() if a.packed and a.packed.whole]
             if whole:
@@ -708,12 +732,7 @@ class LoRAManager:
                     f"prepare: adapter {whole[0]!r} brings whole weights (modules_to_save), which a captured "
                     "graph cannot follow: run it in eager mode"
                 )
-        if not wanted.keys() <= self._slot_of.keys():  # what is wrong must be seen before evicting
-            LoRABatch(lengths, [NO_LORA] * len(lengths), mode, logits, scales)
-        self._seat(wanted)
-        slots: dict[str | None, int] = {None: NO_LORA}
-        slots.update((name, self._slot_of[name]) for name in wanted)
-        return LoRABatch(lengths, [slots[name] for name in names], mode, logits, scales), wanted
+        return scales
 
     def _seat(self, wanted: Mapping[str, _Adapter]) -> None:
         """Give every adapter a slot, or change nothing.
@@ -750,6 +769,27 @@ class LoRAManager:
         for adapter in new:
             self._place(adapter, keep=keep)
             keep.add(slot_of[adapter.name])
+
+    def seat(self, names: Sequence[str], *, lane: int = 0) -> None:
+        """Give adapters their slots until `reset`, without a batch: other ranks' rows will use them.
+
+        The lane's batch ends first.
+
+        Raises:
+            AdapterNotFoundError: one is not loaded, or was dropped from the host tier.
+            NoFreeSlotError: they do not all fit.
+        """
+        with self._changed:
+            state = self._lane(lane)
+            self._end(state, lane)
+            wanted = self._distinct(names)
+            self._seat(wanted)
+            self._occupy(state, wanted)
+            self.pool.before_forward(state.slots)
+
+    def _occupy(self, state: _Lane, wanted: Mapping[str, _Adapter]) -> None:
+        state.slots = tuple(self._slot_of[name] for name in wanted)
+        state.names = frozenset(wanted)
 
     def reset(self, *, lane: int = 0) -> None:
         """End the live batch of a lane, if there is one; layers directed to it return to lane 0."""
@@ -872,13 +912,19 @@ class LoRAManager:
 
     def _read(self, name: str, source: object) -> PackedAdapter:
         checkpoint = read_checkpoint(source, root=self._root)
-        packed = pack(checkpoint, self.pool.layers)
+        layers = self.pool.layers
+        packed = pack(checkpoint, layers)
         self.pool.check(packed, name)
+        packed = shard_adapter(packed, {site: layers[site].site for site in packed.sites})
         for note in packed.notes:
             _log.warning("adapter %r: %s", name, note)
         with self._changed:
             self._counts["reads"] += 1
         return packed.pinned() if self.backend.device.type == "cuda" else packed
+
+    def _reserve(self, packed: PackedAdapter, name: str) -> None:
+        """Room on the device for what an adapter's sites lack."""
+        self.pool.reserve(packed, name)
 
     def _host_victim(self, name: str, protect: Iterable[str] = ()) -> _Adapter | None:
         """Whom to drop from the host tier so that `name` fits, None when there is room.

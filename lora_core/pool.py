@@ -243,7 +243,7 @@ class SlotPool:
                 total += self._experts_bytes(layer, need)
                 continue
             site, weights = layer.site, layer.weights
-            row = self.max_loras * site.layout.out_features * 4
+            row = self.max_loras * site.local.layout.out_features * 4
             if weights is None:
                 total += weights_nbytes(site, self.max_loras, self.max_rank, layer.dtype)
             total += row * (need.output_scale and (weights is None or weights.output_scale is None))
@@ -280,8 +280,8 @@ class SlotPool:
             layer.weights = self.backend.allocate_weights(
                 num_slots=self.max_loras,
                 max_rank=self.max_rank,
-                in_features=site.in_features,
-                layout=site.layout,
+                in_features=site.local.in_features,
+                layout=site.local.layout,
                 dtype=layer.dtype,
                 embedding=site.kind == "embedding",
             )
@@ -296,7 +296,7 @@ class SlotPool:
         weights = layer.weights
         assert weights is not None
         scale, bias, device = weights.output_scale, weights.bias, self.backend.device
-        shape = (self.max_loras, layer.site.layout.out_features)
+        shape = (self.max_loras, layer.site.local.layout.out_features)
         with torch.inference_mode(False):
             if need.output_scale and scale is None:
                 scale = torch.ones(shape, dtype=torch.float32, device=device)
@@ -463,7 +463,8 @@ class SlotPool:
 
 
 def weights_nbytes(site: Site, num_slots: int, max_rank: int, dtype: torch.dtype) -> int:
-    """Bytes of the stacked weights of one site."""
+    """Bytes of the stacked weights of one site, of what this rank holds of it."""
+    site = site.local
     n, out = site.layout.num_slices, site.layout.out_features
     rows = site.in_features + out if site.kind == "embedding" else n * site.in_features + out
     return num_slots * (max_rank * rows * dtype.itemsize + n * 8)

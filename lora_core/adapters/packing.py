@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lora_core.adapters.checkpoint import Checkpoint
+from lora_core.adapters.sharding import cut_weight
 from lora_core.backend import BaseModule
 from lora_core.errors import (
     AdapterFormatError,
@@ -569,6 +570,7 @@ class _SitePacker:
 
     def _bias(self, name: str, own: Tensor, rows: slice) -> Tensor | None:
         """The adapter's bias minus the base's, or None where it is the base's own, saved again."""
+        self._refuse_shard(name, "its bias is given as a whole, and the base's has to be taken off")
         base = self.target.base.bias
         self._expect(name, "bias", own, (rows.stop - rows.start,))
         if base is None:
@@ -615,9 +617,16 @@ class _SitePacker:
 
     def _check_repeated(self, name: str, saved: Tensor, rows: slice) -> None:
         """A saved copy of the base weight must be this model's, to the precision of the coarser one."""
-        base = self._base_weight(name, "the file repeats it")
-        mine = base.detach() if self.site.kind == "embedding" else base.detach()[rows]
+        base = self._base_weight(name, "the file repeats it", whole=False)
         saved = saved.mT if self._is_transposed() else saved
+        if self.site.shard is not None:
+            live = cut_weight(torch.ones(()).expand_as(saved), self.site).bool()
+            saved, mine = (
+                cut_weight(saved, self.site),
+                base.cpu().where(live, 0),
+            )  # padding: anything
+        else:
+            mine = base if self.site.kind == "embedding" else base[rows]
         if not _same(mine, saved):
             raise AdapterMismatchError(
                 f"{self.where}: the file holds the base weight of {name}, {tuple(saved.shape)}, and it is not "
@@ -625,7 +634,16 @@ class _SitePacker:
                 "another vocabulary"
             )
 
-    def _base_weight(self, name: str, why: str) -> Tensor:
+    def _refuse_shard(self, name: str, why: str) -> None:
+        if self.site.shard is not None:
+            raise UnsupportedAdapterError(
+                f"{self.where}: this process holds only a part of {name}, and {why}: load it where the module is "
+                "whole"
+            )
+
+    def _base_weight(self, name: str, why: str, *, whole: bool = True) -> Tensor:
+        if whole:
+            self._refuse_shard(name, why)
         weight = self.target.base.weight
         if weight is None or not weight.is_floating_point():
             raise UnsupportedAdapterError(
