@@ -8,9 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -44,6 +46,7 @@ class Report:
     device: str
     level: Level
     results: list[Result] = field(default_factory=list)
+    commit: str | None = None
 
     def of(self, outcome: Outcome) -> list[Result]:
         """Results of one outcome."""
@@ -73,6 +76,7 @@ class Report:
             ],
             "device": self.device,
             "level": self.level,
+            "commit": self.commit,
             "seconds": round(sum(result.seconds for result in self.results), 3),
             "versions": {
                 "lora_core": __version__,
@@ -94,6 +98,7 @@ def run(
     expected_failures: Mapping[str, str] | None = None,
     progress: TextIO | None = None,
     stop_at_failure: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> Report:
     """Run a family's checks on a subject.
 
@@ -104,6 +109,7 @@ def run(
         expected_failures: as `Conformance.expected_failures`.
         progress: where to show one line per check, or None.
         stop_at_failure: end after the first failure.
+        part: (i, n) runs every n-th check from the i-th on.
 
     Raises:
         ContractError: an expected failure that names nothing.
@@ -118,7 +124,7 @@ def run(
         return report
     engine.refuse_unknown(family, subject, expected, "this run")
     shown = _Progress(progress)
-    plan = family.plan(subject, level)
+    plan = family.plan(subject, level)[part[0] :: part[1]]
     for instance in plan:
         result = _outcome(instance, subject, expected)
         report.results.append(result)
@@ -132,6 +138,34 @@ def run(
             break
     shown.finish()
     return report
+
+
+def run_in_processes(name: str, *, device: str | None, level: Level, jobs: int) -> Report:
+    """As `run`, spread over processes: worth it where compiling kernels takes most of the time.
+
+    Args:
+        name: an installed backend.
+        device: where; None leaves it to the backend.
+        level: how much.
+        jobs: processes.
+    """
+    family = family_of(name)
+    subject = family.subject(name, device=device)
+    if subject.unavailable is not None:
+        return run(family, subject, level=level)
+    report = Report(subject.label, subject.contract, _describe(subject.device), level)
+    order = {instance.id: place for place, instance in enumerate(family.plan(subject, level))}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        parts = [pool.submit(_part, name, device, level, (i, jobs)) for i in range(jobs)]
+        results = [result for part in parts for result in part.result()]
+    report.results = sorted(results, key=lambda result: order.get(result.id, len(order)))
+    return report
+
+
+def _part(name: str, device: str | None, level: Level, part: tuple[int, int]) -> list[Result]:
+    """The share of one process."""
+    family = family_of(name)
+    return run(family, family.subject(name, device=device), level=level, part=part).results
 
 
 def _outcome(instance: Instance[Any], subject: Any, expected: Mapping[str, str]) -> Result:
@@ -185,13 +219,23 @@ class _Progress:
 
     def finish(self) -> None:
         if self._stream is not None and self._results:
-            counts = Counter(result.outcome for result in self._results)
-            seconds = sum(result.seconds for result in self._results)
-            told = ", ".join(
-                f"{count} {outcome.replace('_', ' ')}" for outcome, count in counts.items()
-            )
-            print(f"{self._name:<28} {told}  ({seconds:.1f} s)", file=self._stream, flush=True)
+            print(_counted(self._name or "", self._results), file=self._stream, flush=True)
         self._results = []
+
+
+def _counted(name: str, results: list[Result]) -> str:
+    counts = Counter(result.outcome for result in results)
+    seconds = sum(result.seconds for result in results)
+    told = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in counts.items())
+    return f"{name:<28} {told}  ({seconds:.1f} s)"
+
+
+def _by_check(results: list[Result]) -> list[str]:
+    """One line per check, as `_Progress` shows it."""
+    checks: dict[str, list[Result]] = {}
+    for result in results:
+        checks.setdefault(result.id.partition("[")[0], []).append(result)
+    return [_counted(name, group) for name, group in checks.items()]
 
 
 def run_check(
@@ -201,6 +245,8 @@ def run_check(
     level: Level = "smoke",
     json_path: str | Path | None = None,
     require_device: str | None = None,
+    jobs: int = 1,
+    commit: str | None = None,
     stream: TextIO | None = None,
 ) -> int:
     """Run the suite on an installed backend and print what became of it.
@@ -211,6 +257,8 @@ def run_check(
         level: "smoke", "standard" or "large".
         json_path: also write the report there.
         require_device: count checks that are not run for lack of this device type as failed.
+        jobs: processes to spread the checks over.
+        commit: what was tested, for the report.
         stream: where to print; None is standard output.
 
     Returns:
@@ -229,7 +277,13 @@ def run_check(
     )
     if find_spec("hypothesis") is None:
         print("drawn batches are left out: install lora-core[testing] for hypothesis", file=out)
-    report = run(family, subject, level=level, progress=out)
+    if jobs > 1:
+        report = run_in_processes(name, device=device, level=level, jobs=jobs)
+        for counted in _by_check(report.results):
+            print(counted, file=out)
+    else:
+        report = run(family, subject, level=level, progress=out)
+    report.commit = commit
     if require_device is not None:
         report.results = [_required(result, require_device) for result in report.results]
     for result in (*report.of("failed"), *report.of("preview_failed")):
