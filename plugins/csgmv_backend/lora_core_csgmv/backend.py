@@ -64,7 +64,6 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         )
         self._side = torch.cuda.Stream(self.device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
-        self._views: dict[GraphKind, _Views] = {}
         self.workspace.sync["arrivals"] = torch.zeros(
             ARRIVALS, dtype=torch.int32, device=self.device
         )
@@ -119,12 +118,8 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         segments = room_for(requests=max_requests, rows=max_tokens)
         table = _table(max_requests)
         words = table.words + 2 * segments.words  # of the whole batch, and of its one lm_head pass
-        static = torch.empty(words, dtype=torch.int32, device=self.device)
-        head, *blocks = static.split_with_sizes([table.words, segments.words, segments.words])
-        requests = RequestTable(head[: table.slots_at], head[table.slots_at : table.end])
-        self.workspace.static[kind] = static
+        self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
-        self._views[kind] = _Views(head, blocks, requests)
         self._neutralise(kind)
 
     def _neutralise(self, kind: GraphKind) -> None:
@@ -143,9 +138,6 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             rooms = [room_for(requests=requests, rows=rows) for rows in covered]
             words = table.words + sum([room.words for room in rooms])
             target = torch.empty(words, dtype=torch.int32, device=self.device)
-            sizes = [table.words, *[room.words for room in rooms]]
-            head, *blocks = target.split_with_sizes(sizes)
-            static = None
         else:
             limits = self._require_graph(
                 graph, requests=requests, tokens=tokens, passes=len(batch.logits)
@@ -155,7 +147,6 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             rooms = [room, room]
             target = self.workspace.static[graph]
             words = target.shape[0]
-            head, blocks, static = self._views[graph]
 
         entry = self.workspace.staging.acquire(words)
         host = entry.host
@@ -175,6 +166,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         scales = None if batch.scales is None else np.array(batch.scales, np.float32)
 
         whole = plan = plan_segments(slots, ends, lengths, rows=tokens, scales=scales)
+        views = target.split_with_sizes([table.words, *[room.words for room in rooms]])
         at, segments = table.words, []
         for index, room in enumerate(rooms):
             if index and batch.logits:
@@ -190,7 +182,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
                     num_rows=covered[index] if batch.logits else tokens,
                     length=len(plan.slots),
                     covered=len(plan.permutation),
-                    block=blocks[index],
+                    block=views[1 + index],
                     room=room,
                     bound=len(plan.slots) if graph is None else room.segments,
                     fixed=graph is not None,
@@ -199,14 +191,17 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             at += room.words
         entry.send(target)
 
+        static = None
+        if graph is not None:
+            static = RequestTable(views[0][: table.slots_at], views[0][table.slots_at : table.end])
         active = len(whole.slots) > 0
         return CsgmvBatchInfo(
             num_tokens=tokens,
             mode=batch.mode,
             graph=graph,
             has_active_lora=active,
-            req_seg_indptr=head[: 1 + requests],
-            req_slots=head[table.slots_at : table.slots_at + requests],
+            req_seg_indptr=views[0][: 1 + requests],
+            req_slots=views[0][table.slots_at : table.slots_at + requests],
             static_requests=static,
             segments=segments[0],
             passes=tuple(segments[1:]) or (segments[0],),
@@ -409,14 +404,6 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
                 f"backend {self.name!r}: {op} got weights of {weights.num_slots} slots, but the prepared batch "
                 f"names slot {info.highest_slot}"
             )
-
-
-class _Views(NamedTuple):
-    """Parts of a graph's static memory, cut once."""
-
-    head: Tensor  # the request view
-    blocks: list[Tensor]  # segments of the whole batch, and of its one lm_head pass
-    requests: RequestTable
 
 
 class _Table(NamedTuple):
