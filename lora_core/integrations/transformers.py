@@ -102,13 +102,14 @@ def attach(
     """
     _check_model(model)
     device = _device(model)
+    for given in (backend, experts_backend):
+        if isinstance(given, (LoRABackend, MoELoRABackend)) and given.device != device:
+            raise AttachError(
+                f"backend {given.name!r} is on {given.device}, but {type(model).__name__} is on {device}: "
+                "load the backend on the model's device"
+            )
     if not isinstance(backend, LoRABackend):
         backend = load_backend(backend, device=device)
-    elif backend.device != device:
-        raise AttachError(
-            f"backend {backend.name!r} is on {backend.device}, but {type(model).__name__} is on {device}: "
-            "load the backend on the model's device"
-        )
     manager = LoRAManager(
         backend,
         max_loras=max_loras,

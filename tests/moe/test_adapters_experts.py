@@ -10,9 +10,11 @@ import torch
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from lora_core import load_moe_backend  # noqa: E402
 from lora_core.errors import (  # noqa: E402
     AdapterFormatError,
     AdapterMismatchError,
+    AttachError,
     UnsupportedAdapterError,
 )
 from lora_core.integrations.transformers import attach, detach  # noqa: E402
@@ -255,6 +257,14 @@ def test_expert_parallel_ranks_take_their_own_experts():
             update = pack(read_checkpoint((config(), form)), {name: target}).sites[name]
             assert torch.equal(update.a[0], a[held.start : held.stop])
             assert torch.equal(update.b[0], b[held.start : held.stop])
+
+
+def test_an_experts_backend_elsewhere_is_refused():
+    model, backend = tiny_model("qwen3_moe"), load_moe_backend("torch", device="cpu")
+    backend.device = torch.device("meta")
+    with pytest.raises(AttachError, match="backend 'torch' is on meta"):
+        attach(model, "torch", experts_backend=backend)
+    assert attach(model, "torch", experts_backend="torch").layers
 
 
 class TestRefusals:
