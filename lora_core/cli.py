@@ -95,6 +95,26 @@ def _parser() -> argparse.ArgumentParser:
     backends.add_argument("--device", help="ask about this device")
     backends.add_argument("--json", action="store_true")
 
+    doctor = command(
+        "doctor", _doctor, "versions, devices and plugins: what is wrong, and what to do about it"
+    )
+    doctor.add_argument("--device", help="ask about this device")
+    doctor.add_argument("--json", action="store_true")
+
+    trace = command("trace", _trace, "discovery step by step: imports, hook calls, answers, times")
+    trace.add_argument("--json", action="store_true")
+
+    new = command(
+        "new-backend", _new_backend, "write a distribution that passes the suite as it is"
+    )
+    new.add_argument("name", help="what load_backend shall be given, such as my_kernels")
+    new.add_argument(
+        "--ops", default="linear", metavar="OPS",
+        help="comma-separated: linear, embedding, lm_head, moe (default: linear)",
+    )  # fmt: skip
+    new.add_argument("--kernel", choices=("torch", "triton"), default="torch")
+    new.add_argument("--directory", type=Path, metavar="DIR", help="default: lora-core-NAME")
+
     inspect = command(
         "inspect", _inspect, "show an adapter: modules, ranks, scales, what would be refused"
     )
@@ -109,6 +129,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--require-device", metavar="TYPE", help="count missing hardware as a failure"
     )
+    check.add_argument(
+        "--jobs", type=_positive, default=1, help="processes; kernels compile side by side"
+    )
+    check.add_argument("--commit", help="what is tested, for the report")
     return parser
 
 
@@ -324,6 +348,44 @@ def _backends(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from lora_core.doctor import examine
+
+    report = examine(device=options.device)
+    print(json.dumps(report.as_json(), indent=2) if options.json else report)
+    return 0 if report.ok else 1
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from lora_core.doctor import trace
+
+    calls = trace()
+    if options.json:
+        print(json.dumps(calls, indent=2))
+        return 0
+    _table(
+        ("plugin", "step", "ms", "result"),
+        [
+            (call["plugin"], call["step"], f"{1e3 * call['seconds']:.1f}", call["result"])
+            for call in calls
+        ],
+    )
+    return 0
+
+
+def _new_backend(options: argparse.Namespace) -> int:
+    from lora_core.scaffold.generate import new_backend
+
+    ops = [op.strip() for op in options.ops.split(",") if op.strip()]
+    folder = new_backend(options.name, ops=ops, kernel=options.kernel, directory=options.directory)
+    print(
+        f"{folder}: a backend that passes the suite. Next:\n\n"
+        f"  cd {folder}\n  pip install --editable '.[testing]'\n  pytest\n\n"
+        "README.md says which function to replace."
+    )
+    return 0
+
+
 def _inspect(options: argparse.Namespace) -> int:
     from lora_core.adapters.summary import summarise
 
@@ -382,6 +444,8 @@ def _check(options: argparse.Namespace) -> int:
         level=options.level,
         json_path=options.json,
         require_device=options.require_device,
+        jobs=options.jobs,
+        commit=options.commit,
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module, metadata
@@ -68,6 +70,23 @@ class FoundBackend:
     distribution: str
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One step of discovery, as `lora-core trace` shows it.
+
+    Attributes:
+        plugin: the distribution, or its entry point where that has another name.
+        what: "import module", or the hook.
+        seconds: how long it took.
+        result: names of the backends a hook returned.
+    """
+
+    plugin: str
+    what: str
+    seconds: float
+    result: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Registry:
     """Everything discovery found, the broken included.
@@ -76,7 +95,8 @@ class Registry:
         found: per family, name -> the distributions that claim it (more than one is a conflict).
         failed: plugin -> why it could not be loaded.
         disabled: names switched off by `LORA_CORE_DISABLE` that exist.
-        plugins: the pluggy manager, for tracing.
+        plugins: the pluggy manager.
+        calls: what discovery did, in order.
     """
 
     plugins: pluggy.PluginManager
@@ -85,6 +105,7 @@ class Registry:
     )
     failed: dict[str, str] = field(default_factory=dict)
     disabled: set[str] = field(default_factory=set)
+    calls: list[Call] = field(default_factory=list)
 
 
 @cache
@@ -107,8 +128,11 @@ def registry() -> Registry:
         if entry.name in switched_off:
             result.disabled.add(entry.name)
             continue
+        began = time.perf_counter()
         try:
-            _collect(result, entry.load(), distribution, switched_off)
+            plugin = entry.load()
+            result.calls.append(Call(label, f"import {entry.value}", time.perf_counter() - began))
+            _collect(result, plugin, distribution, switched_off)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module may raise anything
             result.failed[label] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             logger.warning("lora_core plugin %s failed to load: %s", label, result.failed[label])
@@ -122,7 +146,7 @@ def _collect(result: Registry, plugin: object, distribution: str, switched_off: 
         manager.register(plugin)
         manager.check_pending()  # a marked function that no hook is named after
         specs = {
-            family: _specs(hook, implementation.function())
+            family: _called(result, distribution, hook, implementation.function)
             for family, hook in _HOOKS.items()
             for implementation in getattr(manager.hook, hook).get_hookimpls()
             if implementation.plugin is plugin
@@ -142,6 +166,16 @@ def _collect(result: Registry, plugin: object, distribution: str, switched_off: 
                 result.disabled.add(spec.name)
                 continue
             result.found[family].setdefault(spec.name, []).append(FoundBackend(spec, distribution))
+
+
+def _called(
+    result: Registry, distribution: str, hook: str, function: Callable[[], object]
+) -> list[BackendSpec]:
+    began = time.perf_counter()
+    specs = _specs(hook, function())
+    names = tuple(spec.name for spec in specs)
+    result.calls.append(Call(distribution, hook, time.perf_counter() - began, names))
+    return specs
 
 
 def _specs(hook: str, answer: object) -> list[BackendSpec]:
@@ -271,7 +305,7 @@ def _load_class(family: Family, name: str | None, device: torch.device | str | N
     claims = registry().found[family].get(name)
     if claims is None:
         raise BackendNotFoundError(_not_found(family, name))
-    reason = _unavailable_reason(claims, device)
+    reason = unavailable_reason(claims, device)
     if isinstance(reason, Exception):
         raise reason
     if reason is not None:
@@ -303,11 +337,11 @@ def _not_found(family: Family, name: str) -> str:
 def _availability(family: Family, device: torch.device | str | None) -> dict[str, str | None]:
     """Name -> why it is not available, or None, by falling priority."""
     found = registry().found[family]
-    reasons = {spec.name: _unavailable_reason(found[spec.name], device) for spec in _listed(family)}
+    reasons = {spec.name: unavailable_reason(found[spec.name], device) for spec in _listed(family)}
     return {name: None if reason is None else str(reason) for name, reason in reasons.items()}
 
 
-def _unavailable_reason(
+def unavailable_reason(
     claims: list[FoundBackend], device: torch.device | str | None
 ) -> str | PluginError | None:
     """A string: cannot run here; a PluginError: cannot be loaded at all; None: available."""

@@ -64,7 +64,10 @@ class TorchBatchInfo(BatchInfo):
 
 
 class TorchBackend(LoRABackend[TorchBatchInfo]):
-    """Everything the contract has, for reading and for comparing with; slow on a GPU."""
+    """Everything the contract has, for reading and for comparing with; slow on a GPU.
+
+    A new backend may begin as a subclass that claims less: what `capabilities` leaves out is refused.
+    """
 
     name: ClassVar[str] = "torch"
     contract: ClassVar[str] = "1.0"
@@ -80,6 +83,8 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
     @override
     def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> TorchBatchInfo:
         self.reset_batch_state()
+        if batch.scales is not None and not self.capabilities.supports(Op.SCALES):
+            raise self._unclaimed(Op.SCALES, where="prepare_batch")
         lengths, slots = np.asarray(batch.lengths, np.int64), np.asarray(batch.slots, np.int32)
         requests, tokens = len(lengths), int(lengths.sum())
         covered = [lengths, *(np.asarray(counts, np.int64) for counts in batch.logits)]
@@ -229,6 +234,7 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
     @override
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("linear", x, weights)
+        self._require_plain(weights, op="linear")
         self._require_rows("linear", x.shape[0], info.num_tokens)
         return self._linear(x, base, weights, info.rows, info)
 
@@ -236,10 +242,13 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
     def lm_head(
         self, x: Tensor, base: BaseModule, weights: LoRAWeights, *, logits_pass: int = 0
     ) -> Tensor:
+        if not self.capabilities.supports(Op.LM_HEAD):
+            raise self._unclaimed(Op.LM_HEAD)
         info = self._require_linear("lm_head", x, weights)
+        self._require_plain(weights, op="lm_head")
         if not 0 <= logits_pass < len(info.passes):
             raise BatchMismatchError(
-                f"backend 'torch': lm_head was asked for logits pass {logits_pass}, but the prepared batch "
+                f"backend {self.name!r}: lm_head was asked for logits pass {logits_pass}, but the prepared batch "
                 f"has {len(info.passes)}"
             )
         rows = info.passes[logits_pass]
@@ -248,16 +257,19 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
 
     @override
     def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
+        if not self.capabilities.supports(Op.EMBEDDING):
+            raise self._unclaimed(Op.EMBEDDING)
         info = self._require_batch("embedding")
         if input_ids.dim() != 1 or not weights.is_embedding:
             raise TensorMismatchError(
-                f"backend 'torch': embedding got ids of shape {tuple(input_ids.shape)} and weights.a of shape "
+                f"backend {self.name!r}: embedding got ids of shape {tuple(input_ids.shape)} and weights.a of shape "
                 f"{tuple(weights.a.shape)}, expected [rows] and [S, V, R]"
             )
         self._require_supported("embedding", weights)
+        self._require_plain(weights, op="embedding")
         if weights.output_scale is not None or weights.bias is not None:
             raise UnsupportedOpError(
-                backend="torch",
+                backend=self.name,
                 op="embedding",
                 limit="A, B and full weights",
                 value="output_scale" if weights.output_scale is not None else "bias",
@@ -477,7 +489,7 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
             or out.shape[1] != weights.layout.out_features
         ):
             raise TensorMismatchError(
-                f"backend 'torch': expand got h {tuple(h.shape)} {h.dtype} and out {tuple(out.shape)}, expected "
+                f"backend {self.name!r}: expand got h {tuple(h.shape)} {h.dtype} and out {tuple(out.shape)}, expected "
                 f"h {expected} float32 and out [rows, {weights.layout.out_features}]"
             )
 
