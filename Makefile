@@ -73,7 +73,7 @@ test: $(PROJECT_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(KERNEL_TESTS)
 
 test-slow: $(PROJECT_STAMP)
-	$(PYTEST) -m slow tests
+	$(PYTEST) -m slow tests plugins
 	TRITON_INTERPRET=1 $(PYTEST) -m slow $(KERNEL_TESTS)
 
 # -- for working on it ----------------------------------------------------------------------------
