@@ -156,6 +156,43 @@ def markdown(files: Iterable[Path]) -> str:
     return "\n".join(parts)
 
 
+def summary(files: Iterable[Path]) -> str:
+    """Geometric means against the best peer, cells at their bar, and the worst cells, as Markdown."""
+    lines = [
+        (
+            "backend",
+            "cells",
+            "measured",
+            "mean of ours / best peer",
+            "at their bar",
+            f"above {NO_CELL_ABOVE}",
+            "worst",
+        )
+    ]
+    for path in files:
+        rows = [row for row in json.loads(path.read_text())["rows"] if row.get("ours")]
+        names: list[str | None] = [*sorted({name for row in rows for name in row["ours"]})]
+        for name in [*names, None] if len(names) > 1 else names:
+            for group, entries in sorted(ratios(rows, name).items()):
+                mine = [
+                    (min(r["ours"].values()) if name is None else r["ours"][name], r)
+                    for _, r in entries
+                ]
+                worst = sorted(entries, key=lambda e: -e[0])[:3]
+                lines.append(
+                    (
+                        name or "best of ours",
+                        group,
+                        str(len(entries)),
+                        f"{geometric_mean([ratio for ratio, _ in entries]):.2f}",
+                        str(sum(us <= (bar_us(r) or 0.0) for us, r in mine)),
+                        str(sum(ratio > NO_CELL_ABOVE for ratio, _ in entries)),
+                        "; ".join(f"{describe(r)}: {ratio:.2f}" for ratio, r in worst),
+                    )
+                )
+    return "\n".join(_table(lines[0], lines[1:]))
+
+
 def _cells(row: Row) -> tuple[object, ...]:
     best, bar, ours = best_peer_us(row), bar_us(row), row["ours"]
     peer = min(row["peers"].items(), key=lambda item: item[1]) if row["peers"] else None

@@ -132,7 +132,7 @@ def test_merge_report_tables_plots(tmp_path: Path, capsys: pytest.CaptureFixture
     run(tmp_path / "a.json", "--only", "tokens=2,")
     run(tmp_path / "b.json", "--only", "tokens=4,")
     both = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    for arguments in (["merge", str(tmp_path / "all.json"), *both], ["report", *both], ["tables", *both],
+    for arguments in (["merge", str(tmp_path / "all.json"), *both], ["report", *both], ["tables", *both], ["summary", *both],
                       ["plots", str(tmp_path / "pictures"), *both]):  # fmt: skip
         assert command.main(arguments) == 0
     assert tokens_of(tmp_path / "all.json") == [2, 4]
