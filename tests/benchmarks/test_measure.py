@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -162,3 +164,20 @@ def test_bars() -> None:
     assert report.bar_us({**row, "peers": {"a": 9.0}}) == 4.5
     assert report.best_peer_us({**row, "peers": {"a": -1.0}}) == 2.5  # no faster than the limit
     assert report.ratios([row]) == {"dense decode": [(0.75, row)]}
+
+
+def test_the_summary_counts_what_reached_its_bar(tmp_path: Path) -> None:
+    def row(tokens: int, ours: float) -> dict[str, object]:
+        return {
+            "site": "o", "tokens": tokens, "adapters": 1, "rank": 16, "limit_us": 2.0, "ours": {"x": ours},
+            "peers": {"a": 8.0},
+        }  # fmt: skip
+
+    path = tmp_path / "dense.json"
+    path.write_text(json.dumps({"rows": [row(1, 2.0), row(8, 8.0), row(4096, -3.0)]}))
+    _, _, decode, prefill = report.summary([path]).splitlines()
+    assert (
+        decode == "| x | dense decode | 2 | 0.50 | 1 | 1 | o T=8 x1 r16: 1.00; o T=1 x1 r16: 0.25 |"
+    )
+    # what adds less than nothing counts as a tenth
+    assert prefill.startswith("| x | dense prefill | 1 | 0.10 | 1 | 0 |")
