@@ -75,8 +75,10 @@ def _case(
 
 def _route_cases() -> Iterator[AotCase]:
     kinds = {"TOP_K": 8, "HAS_MAP": True}
-    yield _case(route_few, "BM16", {**kinds, "BM": 16, "BR": 4, "BC": 2048}, "i32")
-    yield _case(count_chunks, "", {**kinds, "CHUNK": 256, "BR": 32}, "i32")
+    yield _case(
+        route_few, "BM16", {**kinds, "BM": 16, "BR": 4, "BC": 2048}, "i32", Tile({}, num_warps=8)
+    )
+    yield _case(count_chunks, "", {**kinds, "CHUNK": 256, "BR": 16}, "i32")
     for block in (16, 512):
         scan = {"BM": 64, "BCH": min(256, 8192 // block), "BKEY": block, "PDL": False}
         yield _case(scan_counts, f"keys{block}", scan, "i32", Tile({}, num_warps=8))

@@ -202,6 +202,7 @@ FEW_PAIRS = 2048
 """Comparing all with all costs P * P: up to here cheaper than two more launches."""
 _CHUNK = 256
 _ROWS = 32
+_COUNT_ROWS = 16  # 40 registers; with 32 rows 96, and a quarter of the programs at a time
 _MAX_BLOCKS = 128  # blocks of keys, so that placing compares each pair with few
 _SCAN_ELEMENTS = 8192
 _FEW_ELEMENTS = 8192  # comparisons of one program
@@ -244,7 +245,7 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
     if pairs <= FEW_PAIRS:
         compared = max(16, triton.next_power_of_2(pairs))
         rows = max(1, _FEW_ELEMENTS // compared)
-        launch = bound(route_few, BM=block_m, BR=rows, BC=compared, **kinds)
+        launch = bound(route_few, BM=block_m, BR=rows, BC=compared, num_warps=8, **kinds)
         launch((triton.cdiv(pairs, rows), 1, 1), *sources, order, tiles, num_tiles, *sizes)
         return order, tiles, num_tiles
 
@@ -257,8 +258,8 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
     counts = torch.zeros(chunks, keys, dtype=torch.int32, device=device)
     totals = torch.empty(3, keys, dtype=torch.int32, device=device)
     sums = torch.empty(2, blocks, dtype=torch.int32, device=device)
-    count = bound(count_chunks, CHUNK=_CHUNK, BR=_ROWS, num_warps=8, **kinds)
-    count((programs, 1, 1), *sources, ranked, counts, *sizes, keys)
+    count = bound(count_chunks, CHUNK=_CHUNK, BR=_COUNT_ROWS, num_warps=4, **kinds)
+    count((triton.cdiv(pairs, _COUNT_ROWS), 1, 1), *sources, ranked, counts, *sizes, keys)
     scan = bound(scan_counts, BM=block_m, BCH=chunk_block, BKEY=key_block, num_warps=8, **pdl)
     scan((blocks, 1, 1), counts, totals, sums, chunks, keys)
     place = bound(
