@@ -3,16 +3,16 @@
 At eight rows the arithmetic of an adapter is nothing and the calls are everything, so this form
 makes few of them, whatever adapters the rows have:
 
-    p = x @ [A_0; A_1; ...]^T       every row with the first c ranks of every slot
+    p = x @ [A_0; A_1; ...]^T       every row with a band of ranks of every slot
     g = p[live] * factor            the row's own slot, its own rank, scaled
     y -= bag(-g, B's columns)       each row the sum of its own columns
 
 The last line has its signs turned because a row without a delta is an empty bag, which is 0.0:
 subtracting that leaves every number as it is, while adding it would turn -0.0 into 0.0.
 
-The shape of the product depends on the rows, the pool, and c, the row's own rank rounded up: never
-on a neighbour. So neither do its bits. What lies past a rank or in another slot is computed and
-never picked up.
+Bands are the ranks 0 to 7, 8 to 15, 16 to 31 and so on; those that a rank of the batch reaches are
+computed. The shape of a product depends on the rows, the pool and the band, never on a neighbour, so
+neither do its bits. What lies past a rank or in another slot is computed and never picked up.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_ROWS = 32
 _MAX_PRODUCT = 512
 """Columns of the largest product, slots * slices * ranks; beyond, most of it would be for others."""
 
-_LEAST_RANK = 8
-"""Ranks below share a product: narrower ones cost the same."""
+_FIRST_BAND = 8
+"""Ranks of the first band: a narrower product costs the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +79,12 @@ class StackedWeights(LoRAWeights):
         return self.b.mT.view(-1, self.layout.out_features)
 
     @cached_property
-    def products(self) -> dict[int, Tensor]:
-        """Rank class c -> `[K, c * n_slices * S]`, the first c ranks of every slice and slot."""
+    def products(self) -> tuple[Tensor, ...]:
+        """Per band `[K, ranks * n_slices * S]`: those ranks of every slice and slot."""
         memory = self.a.permute(2, 1, 0, 3)  # [R, n, S, K]
-        classes = {_rank_class(rank, self.max_rank) for rank in range(1, self.max_rank + 1)}
-        return {c: memory[:c].view(-1, self.in_features).T for c in classes}
+        return tuple(
+            memory[begin:end].view(-1, self.in_features).T for begin, end in _bands(self.max_rank)
+        )
 
     @cached_property
     def _numbers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +129,7 @@ class SlicePlan:
 class Plan:
     """Indices of one site and batch."""
 
-    classes: tuple[int, ...]  # rank classes that a product is needed for
+    bands: int  # how many of the first bands are needed
     slices: tuple[SlicePlan | None, ...]  # None: no row has a delta there
 
 
@@ -159,11 +160,11 @@ def add_delta(x: Tensor, weights: StackedWeights, plan: Plan, out: Tensor) -> No
 
 
 def _products(x: Tensor, weights: StackedWeights, plan: Plan) -> Tensor:
-    """The products of every rank class needed, flat, one after the other."""
-    classes, matrices = plan.classes, weights.products
-    if len(classes) == 1:
-        return torch.mm(x, matrices[classes[0]]).view(-1)
-    return torch.cat([torch.mm(x, matrices[c]).view(-1) for c in classes] or [x.new_empty(0)])
+    """The products of the bands needed, flat, one after the other."""
+    if plan.bands == 1:
+        return torch.mm(x, weights.products[0]).view(-1)
+    found = [torch.mm(x, product).view(-1) for product in weights.products[: plan.bands]]
+    return torch.cat(found or [x.new_empty(0)])
 
 
 def _add(live: Tensor, weights: StackedWeights, out: Tensor, s: int, part: SlicePlan) -> None:
@@ -180,9 +181,13 @@ def _add(live: Tensor, weights: StackedWeights, out: Tensor, s: int, part: Slice
         out.index_add_(0, part.rows, negated, alpha=-1)
 
 
-def _rank_class(rank: int, max_rank: int) -> int:
-    """The rank rounded up to a power of two."""
-    return min(max(_LEAST_RANK, 1 << (rank - 1).bit_length()), max_rank)
+@lru_cache(maxsize=64)
+def _bands(max_rank: int) -> tuple[tuple[int, int], ...]:
+    """Where each band of ranks begins and ends; each as wide as all before it."""
+    begins = [0]
+    while (begin := max(_FIRST_BAND, 2 * begins[-1])) < max_rank:
+        begins.append(begin)
+    return tuple(zip(begins, [*begins[1:], max_rank], strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -198,10 +203,9 @@ def _plan(
     ranks = np.frombuffer(rank_bytes, np.int32).reshape(shape).tolist()
     scalings = np.frombuffer(scaling_bytes, np.float32).reshape(shape).tolist()
     num_slots, n = shape
-    used = {rank for slot in row_slots if slot != NO_LORA for rank in ranks[slot] if rank}
-    classes = sorted({_rank_class(rank, max_rank) for rank in used})
-    widths = [c * n * num_slots for c in classes]  # of the products, which lie one after the other
-    begins = dict(zip(classes, accumulate([num_rows * w for w in widths], initial=0), strict=False))
+    longest = max((max(ranks[slot]) for slot in row_slots if slot != NO_LORA), default=0)
+    bands = [(begin, end) for begin, end in _bands(max_rank) if begin < longest]
+    per_rank = n * num_slots  # columns of a product per rank
 
     def slice_plan(s: int) -> SlicePlan | None:
         rows = [row for row, slot in enumerate(row_slots) if slot != NO_LORA and ranks[slot][s]]
@@ -210,8 +214,9 @@ def _plan(
         live = [(row, row_slots[row], r) for row in rows for r in range(ranks[row_slots[row]][s])]
 
         def index(row: int, slot: int, r: int) -> int:
-            c = _rank_class(ranks[slot][s], max_rank)
-            return begins[c] + row * (c * n * num_slots) + (r * n + s) * num_slots + slot
+            begin, end = next(band for band in bands if r < band[1])
+            before = num_rows * begin * per_rank  # bands lie one after the other, rows within them
+            return before + (row * (end - begin) + r - begin) * per_rank + s * num_slots + slot
 
         # passing over a row costs less than naming it, unless most are passed over
         named = rows if 2 * len(rows) < num_rows else range(num_rows)
@@ -231,7 +236,7 @@ def _plan(
             rows=_ints(rows) if named is rows else None,
         )
 
-    return Plan(classes=tuple(classes), slices=tuple(slice_plan(s) for s in range(n)))
+    return Plan(bands=len(bands), slices=tuple(slice_plan(s) for s in range(n)))
 
 
 def _ints(values: Iterable[int]) -> Tensor:
