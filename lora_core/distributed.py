@@ -136,11 +136,13 @@ class LiveForward:
         gate: ForwardGate,
         ranks: Ranks,
         batches: Sequence[LoRABatch],
+        own: LoRABackend[Any],
         everyone: LoRABackend[Any],
     ) -> None:
         self.info = info
         self.counts = tuple(batch.num_tokens for batch in batches)
-        self._gate, self._ranks, self._batches, self._everyone = gate, ranks, batches, everyone
+        self._gate, self._ranks, self._batches = gate, ranks, batches
+        self._own, self._everyone = own, everyone
         slots = [
             slot
             for batch in batches
@@ -187,6 +189,10 @@ class LiveForward:
     def own(self, gathered: Tensor) -> Tensor:
         """This rank's rows of a tensor that holds everybody's."""
         return gathered[self.rows]
+
+    def active(self) -> AbstractContextManager[None]:
+        """Direct the layers to this rank's batch, for forwards of several lanes in turn."""
+        return _directed(self._gate, self._own)
 
     @contextmanager
     def everyone(self) -> Iterator[None]:
@@ -389,7 +395,8 @@ class RankedManager(LoRAManager):
         try:
             directed: AbstractContextManager[None] = self.active(lane)
             with directed, self._base_allowed() if forward.is_idle else self._range("forward"):
-                yield LiveForward(info, self.gate, self.ranks, batches, everyone)
+                own = self.lane_backend(lane)
+                yield LiveForward(info, self.gate, self.ranks, batches, own, everyone)
         finally:
             everyone.reset_batch_state()
             self.reset(lane=lane)

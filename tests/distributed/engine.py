@@ -7,9 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lora_core import SliceLayout, load_backend, load_moe_backend
 from lora_core.adapters.sharding import cut_weight
-from lora_core.layers.parallel import side_by_side
-from lora_core.sites import Site
+from lora_core.distributed import LiveForward, RankedManager
+from lora_core.layers.linear import LoRALinear
+from lora_core.layers.moe import CoreConfig, ExpertsCore, FusedMoEWithLoRA
+from lora_core.layers.parallel import (
+    LoRAColumnParallelLinear,
+    LoRARowParallelLinear,
+    side_by_side,
+)
+from lora_core.sites import Shard, Site
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -33,8 +41,6 @@ class ParallelLinear(nn.Module):
 
 
 def _columns(site):
-    from lora_core.sites import Shard
-
     return site.shard and Shard(outputs=site.shard.outputs)
 
 
@@ -87,3 +93,157 @@ def delta(source, name: str, *, embedding=False) -> Tensor:
     a, b = (tensors[f"base_model.model.{name}.{middle.format(part)}"].double() for part in "AB")
     product = config["lora_alpha"] / config["r"] * b @ a
     return product.T if embedding else product
+
+
+H, INNER, EXPERTS, TOP_K = 12, 16, 4, 2
+DENSE = {"attn": (H, H), "up": (H, INNER), "down": (INNER, H)}
+
+
+class LocalExperts(nn.Module):
+    """The experts `held` of a model; ids are the model's, those of other ranks contribute nothing."""
+
+    def __init__(self, w13: Tensor, w2: Tensor, held: range) -> None:
+        super().__init__()
+        self.w13, self.w2 = (
+            nn.Parameter(w[held.start : held.stop].clone(), requires_grad=False) for w in (w13, w2)
+        )
+        self.map = torch.full((len(w13),), -1, dtype=torch.int32)
+        self.map[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
+        self.core = LocalCore(self)
+
+    def forward(self, hidden_states, topk_ids, topk_weights):
+        return self.core.run(hidden_states, topk_ids, topk_weights)
+
+
+class LocalCore(ExpertsCore):
+    def __init__(self, module: LocalExperts, config: CoreConfig | None = None) -> None:
+        self.module, self.config = module, config or CoreConfig()
+        self.num_experts = len(module.w13)
+
+    def with_config(self, config):
+        return LocalCore(self.module, config)
+
+    def run(self, hidden_states, topk_ids, topk_weights, *, deltas=None):
+        own = self.module.map[topk_ids]
+        held = (own >= 0).unsqueeze(-1)
+        own = own.clamp(min=0)
+        pairs = torch.einsum("tknh,th->tkn", self.module.w13[own], hidden_states).contiguous()
+        if deltas is not None:
+            deltas.gate_up(pairs)
+        gate, up = pairs.chunk(2, dim=-1)
+        inner = functional.silu(gate) * up
+        each = torch.einsum("tkhi,tki->tkh", self.module.w2[own], inner)
+        out = (each * topk_weights.unsqueeze(-1)).masked_fill(~held, 0).sum(1)
+        if deltas is not None:
+            deltas.down(inner.contiguous(), out)
+        return out
+
+
+def full_adapter(seed: int, rank: int = 4, alpha: float = 8, *, shared_outer: bool = False):
+    """An adapter of every site of `Model`, experts stacked."""
+    config, tensors = adapter(seed, DENSE, rank, alpha)
+    shapes = {"gate_up_proj": (H, 2 * INNER), "down_proj": (INNER, H)}
+    for index, (name, (inputs, outputs)) in enumerate(shapes.items()):
+        outer = shared_outer
+        a_experts, b_experts = (
+            1 if outer and index == 0 else EXPERTS,
+            1 if outer and index == 1 else EXPERTS,
+        )
+        prefix = f"base_model.model.experts.{name}.lora_"
+        tensors[f"{prefix}A.weight"] = numbers(seed * 9 + index, a_experts, rank, inputs) / 4
+        tensors[f"{prefix}B.weight"] = numbers(seed * 9 + 5 + index, b_experts, outputs, rank) / 4
+    return config, tensors
+
+
+class Model:
+    """Attention on a rank's own rows; MLP cut over the ranks, and experts spread over them, on all rows.
+
+    Args:
+        manager: of this rank, None for the bare base.
+        rank: of `size`.
+    """
+
+    def __init__(self, manager, rank: int, size: int, route_to: int | None = None) -> None:
+        weights = {
+            name: numbers(i, n, k) / k**0.5 for i, (name, (k, n)) in enumerate(DENSE.items())
+        }
+        self.w13, self.w2 = (
+            numbers(10, EXPERTS, 2 * INNER, H) / 4,
+            numbers(11, EXPERTS, H, INNER) / 4,
+        )
+        self.router, self.weights, self.route_to = numbers(12, EXPERTS, H), weights, route_to
+        shards = {"up": Shard.columns(SliceLayout((INNER,)), rank, size)}
+        shards["down"] = Shard.rows(INNER, rank, size)
+        sites = {
+            name: Site(name, "linear", k, SliceLayout((n,)), (name,), shards.get(name))
+            for name, (k, n) in DENSE.items()
+        }
+        held = range(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+        self.attn = nn.Linear(H, H, bias=False)
+        self.attn.weight = nn.Parameter(weights["attn"].clone(), requires_grad=False)
+        self.up = Column(sites["up"], weights["up"], None, None)
+        self.down = Row(sites["down"], weights["down"], None, None, reduce_results=True)
+        self.experts = LocalExperts(self.w13, self.w2, held)
+        if manager is None:
+            return
+        gate = manager.gate
+        self.attn = LoRALinear(self.attn, sites["attn"], gate)
+        self.up = LoRAColumnParallelLinear(self.up, sites["up"], gate)
+        self.down = LoRARowParallelLinear(self.down, sites["down"], gate)
+        names = ("experts.gate_proj", "experts.up_proj")
+        self.experts = FusedMoEWithLoRA(
+            self.experts,
+            Site("experts.gate_up_proj", "experts", H, SliceLayout((INNER, INNER)), names),
+            Site("experts.down_proj", "experts", INNER, SliceLayout((H,)), ("experts.down_proj",)),
+            gate,
+            load_moe_backend("torch", device="cpu"),
+            expert_map=self.experts.map,
+            total_experts=EXPERTS,
+            expert_ids=held,
+        )
+        layers = [self.attn, self.up, self.down, self.experts.gate_up, self.experts.down]
+        manager.add_layers({layer.site.name: layer for layer in layers})
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and weights `[T, k]`; all to the experts of one rank where the test says so."""
+        scores = x @ self.router.to(x.dtype).T
+        if self.route_to is not None:
+            scores[:, self.route_to : self.route_to + TOP_K] += 100
+        top = scores.topk(TOP_K)
+        return top.indices, top.values.softmax(-1)
+
+    def __call__(self, x: Tensor, live: LiveForward) -> Tensor:
+        x = x + self.attn(x)
+        assert self.down.reduce_results  # as models do, which look through the wrapper
+        with live.everyone():
+            mlp = self.down(functional.silu(self.up(live.gather(x))))
+        x = x + live.own(mlp)
+        rows = live.gather(x)
+        ids, weights = self.route(rows)
+        options = {"slots": live.slots} if isinstance(self.experts, FusedMoEWithLoRA) else {}
+        out = self.experts(rows, ids, weights, **options)
+        dist.all_reduce(out)
+        return x + live.own(out)
+
+    def expected(self, x: Tensor, source) -> Tensor:
+        """In float64 and one process, with the adapter merged; None: the base."""
+        w = {name: weight.double() for name, weight in self.weights.items()}
+        w13, w2 = self.w13.double(), self.w2.double()
+        if source is not None:
+            w = {name: weight + delta(source, name) for name, weight in w.items()}
+            w13 = w13 + delta(source, "experts.gate_up_proj")
+            w2 = w2 + delta(source, "experts.down_proj")
+        x = x.double()
+        x = x + x @ w["attn"].T
+        x = x + functional.silu(x @ w["up"].T) @ w["down"].T
+        ids, weights = self.route(x)
+        gate, up = torch.einsum("tknh,th->tkn", w13[ids], x).chunk(2, dim=-1)
+        each = torch.einsum("tkhi,tki->tkh", w2[ids], functional.silu(gate) * up)
+        return x + (each * weights.unsqueeze(-1)).sum(1)
+
+
+def make(rank: int, size: int, *, route_to: int | None = None, **options):
+    """(manager, model) of one rank."""
+    options = {"max_loras": 3, "max_rank": 8, **options}
+    manager = RankedManager(load_backend("torch", device="cpu"), **options)
+    return manager, Model(manager, rank, size, route_to)
