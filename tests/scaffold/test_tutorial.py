@@ -69,7 +69,7 @@ def test_the_page_works_as_it_stands(tmp_path):
             for line in text.strip().splitlines():
                 outputs[line] = reader.line(line)
     assert re.search(
-        r"^mine +dense +0 +lora-core-mine +available", outputs["lora-core backends"], re.M
+        r"^mine +dense +0 +lora-core-mine +available", outputs["lora-core backends"], re.MULTILINE
     )
     assert "mine (dense) from lora-core-mine: available" in outputs["lora-core doctor"]
     assert "skipped" not in outputs["pytest -q"]
