@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lora_core.backend import LoRABackend
 from lora_core.capabilities import Mode
+from lora_core.distributed import RankedManager
 from lora_core.errors import (
     AttachError,
     BatchMismatchError,
@@ -21,6 +22,12 @@ from lora_core.errors import (
     NoBatchPreparedError,
     NoFreeSlotError,
     UnsupportedOpError,
+)
+from lora_core.integrations.tensor_parallel import (
+    is_packed,
+    is_sharded,
+    tensor_parallel_group,
+    wrap_sharded,
 )
 from lora_core.layers.base import ForwardGate, LoRALayer
 from lora_core.layers.embedding import LoRAEmbedding
@@ -81,7 +88,9 @@ def attach(
     "__base__" on the base model. The argument is PEFT's own.
 
     Args:
-        model: any decoder of transformers, on one device.
+        model: any decoder of transformers, on one device, or cut over several processes by
+            transformers' own tensor parallelism. Then every process attaches, loads and calls alike:
+            the manager is a `lora_core.distributed.RankedManager`.
         backend: a name for `load_backend`, an instance, or None for the best one available.
         max_loras: slots on the device, the most adapters in one batch.
         max_rank: the largest rank that will be loaded.
@@ -110,11 +119,12 @@ def attach(
             )
     if not isinstance(backend, LoRABackend):
         backend = load_backend(backend, device=device)
-    manager = LoRAManager(
+    manager = _make_manager(
+        model,
         backend,
+        max_cpu_loras=max_cpu_loras,
         max_loras=max_loras,
         max_rank=max_rank,
-        max_cpu_loras=max_cpu_loras,
         target_modules=target_modules,
         adapter_root=adapter_root,
     )
@@ -137,6 +147,23 @@ def detach(model: PreTrainedModel) -> None:
     if attachment is None:
         raise AttachError(f"{type(model).__name__} is not attached: nothing to detach")
     attachment.remove()
+
+
+def _make_manager(
+    model: nn.Module, backend: LoRABackend[Any], *, max_cpu_loras: int | None, **options: Any
+) -> LoRAManager:
+    """One for this process alone, or for all that the model is cut over."""
+    group = tensor_parallel_group(model)
+    if group is None:
+        return LoRAManager(backend, max_cpu_loras=max_cpu_loras, **options)
+    if max_cpu_loras is not None:
+        raise UnsupportedOpError(
+            backend="tensor parallelism",
+            op="max_cpu_loras",
+            limit="a host tier of all adapters on every rank",
+            value=max_cpu_loras,
+        )
+    return RankedManager(backend, group=group, **options)
 
 
 # -- what can be wrapped ---------------------------------------------------------------------------
@@ -197,7 +224,7 @@ def _wrap_modules(
     for name, module in model.named_modules():
         if not name or name.startswith(tuple(closed)):
             continue
-        if is_packed_experts(module) and module in eligible:
+        if is_packed_experts(module) and module in eligible and not is_sharded(module):
             if not isinstance(experts, MoELoRABackend):
                 experts = load_moe_backend(experts, device=gate.backend.device)
             layers[module] = wrap_packed_experts(name, module, gate, experts)
@@ -226,10 +253,14 @@ def _wrap_module(
     is_input: bool,
 ) -> LoRALayer | None:
     """The layer for one module, or None if adapters do not apply to it."""
+    sharded = is_sharded(module)
     if is_input and isinstance(module, nn.Embedding):
         layout = SliceLayout((module.embedding_dim,))
-        return LoRAEmbedding(
-            module, Site(name, "embedding", module.num_embeddings, layout, (name,)), gate
+        site = Site(name, "embedding", module.num_embeddings, layout, (name,))
+        return (
+            wrap_sharded(model, site, module, gate)
+            if sharded
+            else LoRAEmbedding(module, site, gate)
         )
     features = linear_features(module)
     if features is None:
@@ -237,9 +268,15 @@ def _wrap_module(
     in_features, out_features = features
     if is_head:
         site = Site(name, "lm_head", in_features, SliceLayout((out_features,)), (name,))
+        if sharded:
+            return wrap_sharded(model, site, module, gate)
         return LoRALMHead(module, site, gate, dtype=_opaque_dtype(module, model))
     widths, slice_names = _slices(name, out_features, model.config.get_text_config())
+    if sharded and not is_packed(model, name):
+        widths, slice_names = (out_features,), (name,)  # cut across the slices
     site = Site(name, "linear", in_features, SliceLayout(widths), slice_names)
+    if sharded:
+        return wrap_sharded(model, site, module, gate)
     return LoRALinear(module, site, gate, dtype=_opaque_dtype(module, model))
 
 

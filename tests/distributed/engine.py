@@ -82,7 +82,7 @@ def adapter(seed: int, shapes: dict[str, tuple[int, int]], rank: int, alpha: flo
         kind, end = ("lora_embedding_", "") if name in embeddings else ("lora_", ".weight")
         prefix = f"base_model.model.{name}.{kind}"
         tensors[f"{prefix}A{end}"] = numbers(seed * 100 + index, rank, inputs) / inputs**0.5
-        tensors[f"{prefix}B{end}"] = numbers(seed * 100 + 50 + index, outputs, rank)
+        tensors[f"{prefix}B{end}"] = numbers(seed * 100 + 50 + index, outputs, rank) / 4
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}, tensors
 
 

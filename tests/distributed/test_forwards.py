@@ -15,7 +15,7 @@ from lora_core import LoRARequest
 from lora_core.distributed import Forward
 from lora_core.errors import NoBatchPreparedError
 from tests.distributed.engine import H, Model, full_adapter, make, numbers
-from tests.distributed.world import World
+from tests.distributed.world import GROUP_TIMEOUT, World
 
 SOURCES = {
     "a": full_adapter(1),
@@ -45,7 +45,8 @@ def assert_right(model, out, x, pairs):
     for name, length in pairs:
         part = slice(start, start + length)
         expected = model.expected(x[part], None if name is None else SOURCES[name])
-        torch.testing.assert_close(out[part].double(), expected, rtol=1e-4, atol=1e-4)
+        error = (out[part] - expected).abs().sum(1)
+        assert (error <= 1e-5 * (1 + expected.abs().sum(1))).all(), error
         start += length
 
 
@@ -235,11 +236,13 @@ def dies(rank, size):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_with_an_error(size):
-    world = World(size, timeout=45)
+    world = World(size)
     try:
+        world.run(every_rank_its_own)
         begin = time.monotonic()
         outcomes = world.outcomes(dies)
-        assert time.monotonic() - begin < 40
+        # neighbours at once; those who wait for a rank that waits, at the end of the group's timeout
+        assert time.monotonic() - begin < GROUP_TIMEOUT.total_seconds() + 15
     finally:
         world.close()
     assert [ok for ok, _ in outcomes] == [False] * size
