@@ -31,7 +31,7 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train-adapters test test-slow coverage check format docs mutants \
+.PHONY: help setup demo demo-distributed train-adapters test test-slow coverage check format docs mutants \
 	compile-kernels bench gpu clean refresh-constraints
 
 help:
@@ -65,6 +65,10 @@ setup: $(PROJECT_STAMP)
 
 demo: $(PROJECT_STAMP)
 	$(BIN)/python examples/demo.py
+
+# The same rows over three processes (tensor parallel) and two (data-parallel attention).
+demo-distributed: $(PROJECT_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo_distributed.py
 
 # The plugins' kernels run in Triton's interpreter, which must be chosen before they are imported:
 # hence a process of their own.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -39,11 +40,14 @@ def model_path() -> Path:
     return path
 
 
-def load(path: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    path: Path | None = None, **options: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in float32 on the CPU, in evaluation mode, and its tokenizer set up for batches.
 
     Args:
         path: of the GGUF file; None finds the installed one.
+        options: further ones of `from_pretrained`, such as how to cut the model over processes.
     """
     path = path or model_path()
     transformers.utils.logging.disable_progress_bar()
@@ -53,7 +57,7 @@ def load(path: Path | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizer
     tokenizer.padding_side = "left"  # so that every row of a batch ends where its answer begins
     tokenizer.clean_up_tokenization_spaces = False
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent, gguf_file=path.name, dtype=torch.float32, **options
     )
     return model.eval(), tokenizer
 

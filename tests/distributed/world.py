@@ -1,6 +1,6 @@
 """A few real processes that share a gloo group and run functions of the tests, for as long as a test needs.
 
-Processes are started once per size and reused: importing torch takes longer than most tests. Whatever
+Processes are started once per size and reused: starting takes longer than most tests. Whatever
 goes wrong, all of them are killed; none outlives the parent, whose end closes their pipes.
 """
 
@@ -65,7 +65,8 @@ class World:
         return [heard[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # which imports torch once, for all worlds
+        context.set_forkserver_preload(["tests.distributed.engine"])
         self.meeting = tempfile.TemporaryDirectory(prefix="lora-core-ranks-")
         meeting = self.meeting.name
         before = os.environ.get("OMP_NUM_THREADS")
