@@ -149,7 +149,7 @@ def _cells(
             break
         try:
             row = benchmark.measure(cell, names, kit, device=device, seconds=options.cell_s)
-        except Exception as error:  # noqa: BLE001 - one cell must not end a run on borrowed time
+        except Exception as error:  # noqa: BLE001 - one cell must not end the run
             print(f"{cell}: {type(error).__name__}: {error}", file=sys.stderr)
             if "CUDA error" not in str(error):
                 continue
