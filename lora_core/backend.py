@@ -234,8 +234,9 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
 
         Overridden by backends that overlap or fuse the base product.
         """
-        info = self._require_batch("linear")
+        info = self._require_linear("linear", x, weights)
         self._require_plain(weights, op="linear")
+        self._require_rows("linear", x.shape[0], info.num_tokens)
         out = base(x)
         if info.graph is None and not info.has_active_lora:
             return out

@@ -63,6 +63,7 @@ class PunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        self._embeddings_indices.zero_()
         where = torch.device(device)
         self.tokens, self.prompts = dense_backend(where), dense_backend(where)
         self.token_mapping_meta = TokenMapping(max_num_batched_tokens, where)
@@ -92,6 +93,8 @@ class PunicaWrapper(PunicaWrapperBase):  # type: ignore[misc]
         """Prepare both batches from vLLM's mapping of rows to adapter ids; id 0 is the base model."""
         del kwargs
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+        # the embedding layer gathers with these for padded rows too, where vLLM leaves what was there
+        self._embeddings_indices[len(mapping.index_mapping) :].zero_()
         self.is_prefill = mapping.is_prefill
         slot_of = {id_: slot for slot, id_ in enumerate(lora_index_to_id) if id_ is not None}
 

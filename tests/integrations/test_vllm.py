@@ -21,6 +21,7 @@ class BaseStandIn:
     def __init__(self, max_num_batched_tokens, max_batches, device, **kwargs):
         self._token_lora_indices = torch.empty(max_num_batched_tokens, dtype=torch.long)
         self._sampler_indices = torch.empty(max_num_batched_tokens, dtype=torch.long)
+        self._embeddings_indices = torch.full((max_num_batched_tokens,), 1 << 40)
         self.indices_len = [None] * 4
         self.device = device
 
@@ -31,6 +32,7 @@ class BaseStandIn:
             slots = [lora_index_to_id.index(i) if i > 0 else -1 for i in ids]
             buffer[: len(slots)] = torch.tensor(slots, dtype=torch.long)
             self.indices_len[at] = len(slots)
+        self._embeddings_indices[: self.indices_len[0]] = self.token_lora_indices.clamp(min=0) * vocab_size  # fmt: skip
 
     @property
     def token_lora_indices(self):
@@ -206,6 +208,13 @@ def test_nothing_is_added_before_the_first_metadata(wrapper, stacked):
     y = torch.zeros(4, sum(WIDTHS))
     wrapper.add_lora_linear(y, torch.randn(4, K), *stacked, 1.0, WIDTHS)
     assert (y == 0).all()
+
+
+def test_padded_rows_of_an_embedding_gather_from_a_slot_that_exists(wrapper):
+    assert wrapper._embeddings_indices.tolist() == [0] * 16
+    map_rows(wrapper, [9] * 12)
+    map_rows(wrapper, TOKENS)
+    assert wrapper._embeddings_indices.tolist() == [100, 100, 0, 200, 0] + [0] * 11
 
 
 def test_weights_written_in_place_are_seen(wrapper, stacked):

@@ -1,0 +1,1 @@
+"""The backend `grouped_mm` for lora_core."""
