@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lora_core.errors import TensorMismatchError
+from lora_core.errors import TensorMismatchError, UnsupportedOpError
 from lora_core.layers.base import ForwardGate
 from lora_core.layers.embedding import LoRAEmbedding
 from lora_core.layers.linear import LoRALinear
@@ -110,6 +110,13 @@ class _LoRAParallelLinear(LoRALinear):
     ) -> None:
         weight = local_tensor(base_layer.weight)  # type: ignore[arg-type]
         assert weight is not None
+        if not weight.is_floating_point():
+            raise UnsupportedOpError(
+                backend="sharded layers",
+                op=f"adapters on {site.name}",
+                limit="weights of plain floating-point numbers",
+                value=str(weight.dtype),
+            )
         super().__init__(base_layer, site, gate, dtype=weight.dtype)
         self.base = self.local = LocalLinear(base_layer, bias=self.bias_first)
         self.group, self.ranks = group, dist.get_world_size(group)

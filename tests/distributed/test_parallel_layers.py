@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lora_core import LoRAManager, LoRARequest, SliceLayout, load_backend
+from lora_core.errors import TensorMismatchError, UnsupportedOpError
 from lora_core.layers import parallel
 from lora_core.sites import Shard, Site, padded_part
 from tests.distributed.engine import Column, Row, VocabularyRows, adapter, delta, numbers
@@ -26,6 +29,7 @@ COLUMNS = {
     "merged-uneven": ({"a": 4, "b": 20, "c": 8}, None, {}),
     "qkv": ({"q": 32, "k": 8, "v": 8}, None, {"bias": True}),
     "qkv-replicated": ({"q": 32, "k": 8, "v": 8}, "all", {"bias": True}),
+    "qkv-in-pairs": ({"q": 32, "k": 8, "v": 8}, "pairs", {"bias": True}),
 }
 ROW_FLAGS = {
     "row": {},
@@ -49,22 +53,32 @@ def load(manager, layer, shapes, embeddings=()):
     return sources
 
 
-def run(manager, layer, x, base, *, reduces=None):
-    """The layer's output; along the way: base rows have the base's bits, and one collective is enough."""
-    requests = [LoRARequest(name, length) for name, length in zip(NAMES, LENGTHS, strict=True)]
-    plain = base(x)
+@contextmanager
+def counted_reductions():
     calls, real = [], dist.all_reduce
 
     def counted(*arguments, **options):
         calls.append(arguments)
         return real(*arguments, **options)
 
-    with manager.batch(requests):
-        dist.all_reduce = counted
-        try:
-            out = layer(x)
-        finally:
-            dist.all_reduce = real
+    dist.all_reduce = counted
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = real
+
+
+def run(manager, layer, x, base, *, reduces=None):
+    """The layer's output; along the way: base rows have the base's bits, and one collective is enough."""
+    requests = [LoRARequest(name, length) for name, length in zip(NAMES, LENGTHS, strict=True)]
+    plain = base(x)
+    with manager.batch(requests), counted_reductions() as calls:
+        out = layer(x)
+    assert reduces is None or len(calls) == reduces
+    with manager.batch([LoRARequest("one", 0)]), counted_reductions() as calls:
+        assert torch.equal(
+            layer(x[:0]), plain[:0]
+        )  # an empty batch meets the idle ranks' collectives
     assert reduces is None or len(calls) == reduces
     rows = [name for name, length in zip(NAMES, LENGTHS, strict=True) for _ in range(length)]
     none = torch.tensor([name is None for name in rows])
@@ -100,7 +114,7 @@ def column(rank, size, kind):
     slices, copies, flags = COLUMNS[kind]
     flags = dict(flags)
     layout = SliceLayout(tuple(slices.values()))
-    copies = (1, size, size) if copies else None
+    copies = {"all": (1, size, size), "pairs": (1, 2, 2)}.get(copies)
     shard = Shard.columns(layout, rank, size, copies)
     site = Site("proj" if len(slices) == 1 else "block", "linear", K, layout, tuple(slices), shard)
     weight = numbers(1, layout.out_features, K)
@@ -249,6 +263,26 @@ def test_vocabulary_over_two_ranks(world2):
 
 def test_saved_weights_and_biases_over_two_ranks(world2):
     world2.run(saved_weights)
+
+
+def test_a_layers_own_group_counts(world2):
+    world2.run(own_group)
+
+
+def quantised(rank, size):
+    site = Site("proj", "linear", K, SliceLayout((4,)), ("proj",), Shard.rows(K, rank, size))
+    base = Row(site, numbers(1, 4, K), None, None)
+    base.weight.data = base.weight.data.to(torch.int8)
+    with pytest.raises(UnsupportedOpError, match=r"proj.*int8"):
+        parallel.LoRARowParallelLinear(base, site, make_manager().gate)
+    wrong = Row(site, numbers(1, 4, K), None, None)
+    whole = Site("proj", "linear", K, SliceLayout((4,)), ("proj",))
+    with pytest.raises(TensorMismatchError, match=rf"weight is \(4, {K // size}\).*\(4, {K}\)"):
+        parallel.LoRARowParallelLinear(wrong, whole, make_manager().gate)
+
+
+def test_weights_that_cannot_be_cut_are_refused(world2):
+    world2.run(quantised)
 
 
 @pytest.mark.slow
