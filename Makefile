@@ -32,7 +32,7 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-distributed train-adapters test test-slow coverage check format docs mutants \
-	compile-kernels bench gpu clean refresh-constraints
+	compile-kernels bench bench-plots gpu gpu-sanitize clean refresh-constraints
 
 help:
 	@sed -n '2,/^$$/p' Makefile | sed 's/^# \{0,1\}//'
@@ -113,9 +113,27 @@ compile-kernels: $(PROJECT_STAMP)
 bench: $(PROJECT_STAMP)
 	$(BIN)/python -m benchmarks $(or $(ARGS),--help)
 
-# On a machine with a CUDA device: the whole suite, where missing hardware is a failure.
+# The pictures and tables of the documentation, from the result files.
+bench-plots: $(PROJECT_STAMP)
+	$(BIN)/python -m benchmarks plots docs/pictures docs/results/dense-h200.json docs/results/moe-h200.json
+	$(BIN)/python -m benchmarks tables $(foreach what,dense moe host,docs/results/$(what)-h200.json) \
+		> docs/results/tables.md
+
+# On a machine with a CUDA device, where missing hardware is a failure: the suite at "standard" on
+# every backend, in all dtypes and with graphs, a report each; then the tests that need the device.
+CARD    ?= h200
+SUITES  := torch triton csgmv virtual_experts
 gpu: $(PROJECT_STAMP)
+	for name in $(SUITES); do $(BIN)/lora-core check $$name --device cuda --level standard --jobs 8 \
+		--commit "$$(git rev-parse --short=12 HEAD)" \
+		--json docs/results/conformance-$$name-$(CARD).json || exit 1; done
 	$(BIN)/python -m pytest -m "not slow" --lora-require-device cuda tests plugins
+
+# Out-of-bounds accesses and races of the kernels over the small grid; some GPU hosts refuse the tool.
+gpu-sanitize: $(PROJECT_STAMP)
+	for tool in memcheck racecheck; do for name in triton csgmv virtual_experts; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(BIN)/lora-core check $$name --device cuda --level smoke || exit 1; done; done
 
 train-adapters: $(PROJECT_STAMP)
 	$(BIN)/python examples/train_adapters.py
