@@ -157,6 +157,43 @@ def assert_equal_to_one_process(results, folder):
 KINDS = {"LoRAColumnParallelLinear", "LoRAParallelLMHead", "LoRARowParallelLinear"}
 
 
+def mixture(rank, size, folder):
+    """Attention takes adapters; experts are cut by a style of their own, and theirs are refused."""
+    model = cut_model(folder, size)
+    with torch.no_grad():
+        plain = model(IDS).logits
+    manager = attach(model, "torch", max_loras=2, max_rank=4)
+    assert not any("experts" in name for name in manager.layers)
+    prefix = "base_model.model.model.layers.0"
+    experts = {
+        f"{prefix}.mlp.experts.0.down_proj.lora_A.weight": torch.ones(2, 16),
+        f"{prefix}.mlp.experts.0.down_proj.lora_B.weight": torch.ones(32, 2),
+    }
+    config, tensors = other_model(inputs=COMMON["hidden_size"])
+    with pytest.raises(UnsupportedAdapterError, match="experts that are not wrapped"):
+        manager.load_adapter("experts", (config, {**tensors, **experts}))
+    manager.load_adapter("attention", (config, tensors))
+    out = model(IDS, adapter_names=["attention", None, None, "attention"]).logits
+    assert torch.equal(out[1:3], plain[1:3])
+    return out
+
+
+@pytest.mark.slow
+def test_experts_that_are_cut_are_left_alone(world2, tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **COMMON, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    manager = attach(whole, "torch", max_loras=2, max_rank=4)
+    manager.load_adapter("attention", other_model(inputs=COMMON["hidden_size"]))
+    with torch.no_grad():
+        expected = whole(IDS, adapter_names=["attention", None, None, "attention"]).logits
+    for out in world2.run(mixture, tmp_path):
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_two_ranks_answer_as_one_process(world2, tmp_path):
     folder = write_model(tmp_path, "llama-tied")
     results = world2.run(serve, folder)
