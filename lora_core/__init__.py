@@ -82,6 +82,10 @@ __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are the 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
+        from lora_core.deprecations import current_name
+
+        if (now := current_name(name)) is not None:
+            return __getattr__(now)
         raise AttributeError(f"module 'lora_core' has no attribute {name!r}")
     value = getattr(import_module(f"lora_core.{home}"), name)
     globals()[name] = value
