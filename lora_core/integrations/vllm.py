@@ -1,8 +1,8 @@
 """vLLM on any lora_core backend: `LORA_CORE_VLLM=csgmv vllm serve ... --enable-lora`.
 
-vLLM finds `register` through its entry-point group `vllm.general_plugins`. Without the variable it
-does nothing, so that installing lora_core changes no result; with it, vLLM's LoRA layers are given
-`PunicaWrapper` in place of the platform's own wrapper.
+`register` is for vLLM's entry-point group `vllm.general_plugins`. Without the variable it does nothing,
+so that its being installed changes no result; with it, vLLM's LoRA layers are given `PunicaWrapper` in
+place of the platform's own wrapper.
 
     LORA_CORE_VLLM       name of a dense backend, or "auto" for the best available
     LORA_CORE_VLLM_MOE   name of an experts backend; the best available where it is not set

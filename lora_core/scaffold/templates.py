@@ -39,7 +39,7 @@ testpaths = ["tests"]
 README = """\
 # $distribution
 
-The backend `$name` for [lora-core](https://pypi.org/project/lora-core/).
+The backend `$name` for lora-core.
 
 ```
 pip install --editable '.[testing]'
