@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv; a second call finds it there and is quick.
 #
-#   make demo          eight prompts, each with its own adapter, in one batch on a real model
+#   make demo          seventeen prompts, each with its own adapter or none, in one batch on a real model
+#   make demo-distributed   the same rows over three processes and over two
 #   make test          everything that needs no GPU, in under ten minutes on two cores
 #   make test-slow     long grids, soaks, clean installs
 #   make check         ruff, mypy --strict, the documentation
