@@ -57,7 +57,7 @@ $(PROJECT_STAMP): $(TORCH_STAMP) pyproject.toml $(addsuffix /pyproject.toml,$(PL
 
 $(CHECK_STAMP): $(PROJECT_STAMP)
 	$(PIP) install -qq --constraint constraints.txt --constraint $(VENV)/torch.txt \
-		--group check --group docs
+		--group docs
 	touch $@
 
 setup: $(PROJECT_STAMP)
