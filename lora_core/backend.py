@@ -157,12 +157,7 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
         Raises:
             UnsupportedOpError: the kind is not claimed.
         """
-        raise UnsupportedOpError(
-            backend=self.name,
-            op="init_graph",
-            limit=f"graph kinds {sorted(self.capabilities.graphs)}",
-            value=kind,
-        )
+        raise self._unclaimed_graph(kind)
 
     def allocate_weights(
         self,
@@ -384,6 +379,15 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
                 f"are {a.dtype} on {a.device}"
             )
         return info
+
+    def _unclaimed_graph(self, kind: str) -> UnsupportedOpError:
+        """The refusal of a graph kind that `capabilities.graphs` does not list."""
+        return UnsupportedOpError(
+            backend=self.name,
+            op="init_graph",
+            limit=f"graph kinds {sorted(self.capabilities.graphs)}",
+            value=kind,
+        )
 
     def _unclaimed(self, op: Op, *, where: str | None = None) -> UnsupportedOpError:
         """The refusal of an op that `capabilities.ops` does not list."""

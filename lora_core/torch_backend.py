@@ -168,12 +168,7 @@ class TorchBackend(LoRABackend[TorchBatchInfo]):
     @override
     def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
         if kind not in self.capabilities.graphs:
-            raise UnsupportedOpError(
-                backend=self.name,
-                op="init_graph",
-                limit=f"{sorted(self.capabilities.graphs)}",
-                value=kind,
-            )
+            raise self._unclaimed_graph(kind)
         words = 2 * max_requests + 1 + 2 * 2 * max_tokens  # requests; slot and scale of rows, twice
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)

@@ -109,12 +109,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     @override
     def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
         if kind not in self.capabilities.graphs:
-            raise UnsupportedOpError(
-                backend=self.name,
-                op="init_graph",
-                limit=f"{sorted(self.capabilities.graphs)}",
-                value=kind,
-            )
+            raise self._unclaimed_graph(kind)
         segments = room_for(requests=max_requests, rows=max_tokens)
         table = _table(max_requests)
         words = table.words + 2 * segments.words  # of the whole batch, and of its one lm_head pass

@@ -175,12 +175,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
     @override
     def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
         if kind not in self.capabilities.graphs:
-            raise UnsupportedOpError(
-                backend=self.name,
-                op="init_graph",
-                limit=f"graph kinds {sorted(self.capabilities.graphs)}",
-                value=kind,
-            )
+            raise self._unclaimed_graph(kind)
         words = graph_rooms(kind, max_requests, max_tokens)[-1].end
         self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
