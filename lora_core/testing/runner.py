@@ -7,8 +7,8 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -98,7 +98,6 @@ def run(
     expected_failures: Mapping[str, str] | None = None,
     progress: TextIO | None = None,
     stop_at_failure: bool = False,
-    part: tuple[int, int] = (0, 1),
 ) -> Report:
     """Run a family's checks on a subject.
 
@@ -109,7 +108,6 @@ def run(
         expected_failures: as `Conformance.expected_failures`.
         progress: where to show one line per check, or None.
         stop_at_failure: end after the first failure.
-        part: (i, n) runs every n-th check from the i-th on.
 
     Raises:
         ContractError: an expected failure that names nothing.
@@ -124,7 +122,7 @@ def run(
         return report
     engine.refuse_unknown(family, subject, expected, "this run")
     shown = _Progress(progress)
-    plan = family.plan(subject, level)[part[0] :: part[1]]
+    plan = family.plan(subject, level)
     for instance in plan:
         result = _outcome(instance, subject, expected)
         report.results.append(result)
@@ -140,32 +138,66 @@ def run(
     return report
 
 
-def run_in_processes(name: str, *, device: str | None, level: Level, jobs: int) -> Report:
+def run_in_processes(
+    name: str, *, device: str | None, level: Level, jobs: int, progress: TextIO | None = None
+) -> Report:
     """As `run`, spread over processes: worth it where compiling kernels takes most of the time.
 
     Args:
         name: an installed backend.
         device: where; None leaves it to the backend.
         level: how much.
-        jobs: processes.
+        jobs: processes; each takes the next check when it is done with one.
+        progress: where to show one line per case, as it ends, or None.
     """
     family = family_of(name)
     subject = family.subject(name, device=device)
     if subject.unavailable is not None:
         return run(family, subject, level=level)
     report = Report(subject.label, subject.contract, _describe(subject.device), level)
-    order = {instance.id: place for place, instance in enumerate(family.plan(subject, level))}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = [pool.submit(_part, name, device, level, (i, jobs)) for i in range(jobs)]
-        results = [result for part in parts for result in part.result()]
-    report.results = sorted(results, key=lambda result: order.get(result.id, len(order)))
+    count = len(family.plan(subject, level))
+    with ProcessPoolExecutor(
+        jobs, get_context("spawn"), initializer=_begin_worker, initargs=(name, device, level)
+    ) as pool:
+        cases = [pool.submit(_run_case, index) for index in range(count)]
+        for done, case in enumerate(as_completed(cases), 1):
+            if progress is not None:
+                result = case.result()
+                told = f"[{done}/{count}] {result.outcome} {result.id} ({result.seconds:.1f} s)"
+                print(told, file=progress, flush=True)
+    report.results = [case.result() for case in cases]
     return report
 
 
-def _part(name: str, device: str | None, level: Level, part: tuple[int, int]) -> list[Result]:
-    """The share of one process."""
+@dataclass
+class _Worker:
+    """What a process of `run_in_processes` keeps between its cases."""
+
+    subject: Any
+    plan: Sequence[Instance[Any]]
+    lost_in: str | None = None  # the case that took the device with it
+
+
+_worker: _Worker | None = None
+
+
+def _begin_worker(name: str, device: str | None, level: Level) -> None:
+    global _worker
     family = family_of(name)
-    return run(family, family.subject(name, device=device), level=level, part=part).results
+    subject = family.subject(name, device=device)
+    _worker = _Worker(subject, family.plan(subject, level))
+
+
+def _run_case(index: int) -> Result:
+    """One case of the plan, in a process of its own."""
+    assert _worker is not None
+    instance = _worker.plan[index]
+    if _worker.lost_in is not None:
+        return Result(instance.id, "failed", f"not run: the device was lost in {_worker.lost_in}")
+    result = _outcome(instance, _worker.subject, {})
+    if result.outcome == "failed" and _is_lost(_worker.subject.device):
+        _worker.lost_in = result.id
+    return result
 
 
 def _outcome(instance: Instance[Any], subject: Any, expected: Mapping[str, str]) -> Result:
@@ -278,7 +310,7 @@ def run_check(
     if find_spec("hypothesis") is None:
         print("drawn batches are left out: install lora-core[testing] for hypothesis", file=out)
     if jobs > 1:
-        report = run_in_processes(name, device=device, level=level, jobs=jobs)
+        report = run_in_processes(name, device=device, level=level, jobs=jobs, progress=out)
         for counted in _by_check(report.results):
             print(counted, file=out)
     else:

@@ -8,16 +8,8 @@ import json
 import pytest
 
 from lora_core.testing.dense_family import DENSE
-from lora_core.testing.runner import run, run_check
+from lora_core.testing.runner import run_check
 from lora_core.testing.subject import Subject
-
-
-def test_parts_cover_the_plan_once_each():
-    subject = Subject("torch", device="cpu")
-    plan = [instance.id for instance in DENSE.plan(subject, "smoke")]
-    few = 40  # every 40th check: enough to see who runs what
-    ran = [result.id for i in (0, 7) for result in run(DENSE, subject, part=(i, few)).results]
-    assert plan[0::few] + plan[7::few] == ran
 
 
 @pytest.mark.slow
@@ -30,3 +22,4 @@ def test_processes_report_what_one_process_does(tmp_path):
     assert plan == report["passed"]
     assert report["commit"] == "abc"
     assert "linear " in told.getvalue()
+    assert f"[{len(plan)}/{len(plan)}] passed" in told.getvalue()  # progress, case by case
