@@ -4,7 +4,7 @@
 #   make demo-distributed   the same rows over three processes and over two
 #   make test          everything that needs no GPU, in under ten minutes on two cores
 #   make test-slow     long grids, soaks, clean installs
-#   make check         ruff, mypy --strict, the documentation
+#   make check         ruff, mypy --strict, changelog fragments, the documentation
 #
 # TORCH pins torch and may carry options of pip: make test TORCH="torch==2.13.0 --index-url URL".
 
@@ -87,6 +87,7 @@ check: $(CHECK_STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/towncrier build --draft --version next > /dev/null
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(CHECK_STAMP)
