@@ -3,7 +3,8 @@
 Every rank has a manager of its own and calls it in the same order as the others. What changes
 adapters or slots then happens on all ranks or fails on all, and an adapter has the same slot
 everywhere, so that slots can travel with rows from rank to rank. The ranks talk through
-torch.distributed alone.
+torch.distributed alone: rows over the group they are given, NCCL's between GPUs, and what the hosts
+have to agree on over gloo.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +29,12 @@ from lora_core.errors import InvalidBatchError, RanksDisagreeError
 from lora_core.layers.base import ForwardGate
 from lora_core.layers.parallel import Group
 from lora_core.manager import AdapterInfo, LoRAManager, LoRARequest, Plan, _directed
+from lora_core.workspace import StagingRing
 
 T = TypeVar("T")
+
+_hosts_of: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""The groups made by `_hosts`, one for each group that cannot carry what hosts say."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,17 @@ class Forward:
     Args:
         requests: of this rank, in row order; none: it takes part for the sake of the others.
         mode: of its requests.
-        graph: replay of a captured graph of that kind.
+        graph: capture or replay of a graph of that kind.
         logits: per lm_head pass, the rows kept of each request.
+        rows: of every rank in that graph, padding included, where the ranks exchange rows; idle ranks
+            give `graph` and `rows` as the others do.
     """
 
     requests: Sequence[LoRARequest] = ()
     mode: Mode = "prefill"
     graph: GraphKind | None = None
     logits: Sequence[Sequence[int]] = ()
+    rows: int | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -57,10 +67,15 @@ class _Rows(NamedTuple):
 
     requests: tuple[tuple[str | None, int, float | None], ...]
     mode: Mode
+    graph: GraphKind | None
+    rows: int | None
 
 
 class Ranks:
     """The hosts of a process group, talking to each other.
+
+    They never wait for a device: where the group is NCCL's alone, they talk over a gloo group of the
+    same ranks, made here the first time, with the same timeout.
 
     Args:
         group: of this process and its peers; None: all.
@@ -71,7 +86,7 @@ class Ranks:
     """
 
     def __init__(self, group: Group = None) -> None:
-        self.group = group
+        self.group, self.hosts = group, _hosts(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def exchange(self, what: str, mine: T, error: Exception | None = None) -> list[T]:
@@ -88,7 +103,7 @@ class Ranks:
         """
         reason = None if error is None else f"{type(error).__name__}: {error}"
         heard: list[Any] = [None] * self.size
-        dist.all_gather_object(heard, (what, reason, mine), group=self.group)
+        dist.all_gather_object(heard, (what, reason, mine), group=self.hosts)
         if error is not None:
             raise error
         for rank, (other, _, _) in enumerate(heard):
@@ -120,14 +135,31 @@ class Ranks:
         return result  # type: ignore[return-value]
 
 
+def _hosts(group: Group) -> Group:
+    """The group over which the hosts of a group talk: itself, where it carries tensors of the CPU."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    group = group or dist.group.WORLD
+    assert group is not None
+    if group not in _hosts_of:
+        device_type: Any = group._device_types[0]  # noqa: SLF001 - timeouts have no public getter
+        _hosts_of[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            timeout=group._get_backend(device_type).options._timeout,  # noqa: SLF001
+            use_local_synchronization=True,  # the members alone
+        )
+    return _hosts_of[group]
+
+
 class LiveForward:
     """A forward of all ranks while it runs, as `RankedManager.forward` hands it out.
 
     Attributes:
         info: state of this rank's batch; None while it is idle.
-        counts: rows of every rank.
+        counts: rows of every rank, in a graph with padding.
         slots: int32 `[sum(counts)]`, the slot of every rank's rows, rank by rank: for experts that
-            compute gathered rows.
+            compute gathered rows. In a graph at one address, whose contents the next forward replaces.
     """
 
     def __init__(
@@ -136,20 +168,15 @@ class LiveForward:
         gate: ForwardGate,
         ranks: Ranks,
         batches: Sequence[LoRABatch],
+        slots: Tensor,
         own: LoRABackend[Any],
         everyone: LoRABackend[Any],
     ) -> None:
-        self.info = info
+        self.info, self.slots = info, slots
         self.counts = tuple(batch.num_tokens for batch in batches)
         self._gate, self._ranks, self._batches = gate, ranks, batches
         self._own, self._everyone = own, everyone
-        slots = [
-            slot
-            for batch in batches
-            for slot, length in zip(batch.slots, batch.lengths, strict=True)
-            for _ in range(length)
-        ]
-        self.slots = torch.tensor(slots, dtype=torch.int32).to(everyone.device, non_blocking=True)
+        self._rows = 0 if info is None else info.num_tokens  # of x, as last seen
 
     @property
     def is_idle(self) -> bool:
@@ -158,9 +185,9 @@ class LiveForward:
 
     @property
     def rows(self) -> slice:
-        """This rank's rows among the gathered ones."""
+        """This rank's rows among the gathered ones, with padding where it was gathered."""
         start = sum(self.counts[: self._ranks.rank])
-        return slice(start, start + self.counts[self._ranks.rank])
+        return slice(start, start + self._rows)
 
     @property
     def own_slots(self) -> Tensor:
@@ -171,23 +198,32 @@ class LiveForward:
         """Every rank's rows, rank by rank; a collective that idle ranks join.
 
         Args:
-            x: `[T, ...]`, this rank's rows, none of an idle one.
+            x: `[T, ...]`, this rank's rows, none of an idle one; in a graph with or without padding.
 
         Returns:
             `[sum(counts), ...]`.
         """
-        if x.shape[0] != self.counts[self._ranks.rank]:
+        rows, room = x.shape[0], self.counts[self._ranks.rank]
+        own = 0 if self.info is None else self.info.num_tokens
+        if rows not in {own, room}:
             raise InvalidBatchError(
-                f"gather: {x.shape[0]} rows, but this rank's forward has {self.counts[self._ranks.rank]}"
+                f"gather: {rows} rows, but this rank's forward has {own}"
+                + (f", or {room} with padding" if room != own else "")
             )
-        padded = x.new_zeros((max(self.counts), *x.shape[1:]))
-        padded[: x.shape[0]] = x
-        parts = [torch.empty_like(padded) for _ in self.counts]
-        dist.all_gather(parts, padded, group=self._ranks.group)
-        return torch.cat([part[:count] for part, count in zip(parts, self.counts, strict=True)])
+        self._rows = rows
+        most = max(self.counts)
+        padded = x.contiguous()
+        if rows < most:
+            padded = x.new_zeros((most, *x.shape[1:]))
+            padded[:rows] = x
+        whole = x.new_empty((len(self.counts), most, *x.shape[1:]))
+        dist.all_gather(list(whole), padded, group=self._ranks.group)
+        if min(self.counts) == most:
+            return whole.flatten(0, 1)
+        return torch.cat([part[:count] for part, count in zip(whole, self.counts, strict=True)])
 
     def own(self, gathered: Tensor) -> Tensor:
-        """This rank's rows of a tensor that holds everybody's."""
+        """This rank's rows of a tensor that holds everybody's, as many as it gave to `gather`."""
         return gathered[self.rows]
 
     def active(self) -> AbstractContextManager[None]:
@@ -245,6 +281,8 @@ class RankedManager(LoRAManager):
         )
         self.ranks = Ranks(group)
         self._everyone_backends: dict[int, LoRABackend[Any]] = {}
+        self._staging = StagingRing(backend.device)
+        self._graph_slots: dict[tuple[int, GraphKind], Tensor] = {}  # by lane and kind
 
     # -- adapters ----------------------------------------------------------------------------------
 
@@ -356,7 +394,9 @@ class RankedManager(LoRAManager):
         forward = Forward(requests, mode, graph, logits)
         with self._changed:
             everybody = self._exchange_rows(forward, lane)
-            return self._prepare(forward, everybody, lane, beside)
+            return self._begin(
+                lane, lambda: self._prepare(forward, [*beside, *_adapters(everybody)], lane)
+            )
 
     @contextmanager
     def idle(self, *, lane: int = 0) -> Iterator[None]:
@@ -385,68 +425,137 @@ class RankedManager(LoRAManager):
         before = self.gate.backend
         with self._changed:
             everybody = self._exchange_rows(forward, lane)
-            info: BatchInfo | None = None
-            if forward.is_idle:
-                self.ranks.attempt(_SEATED, lambda: self.seat(_adapters(everybody), lane=lane))
-            else:
-                info = self._prepare(forward, everybody, lane, ())
-            batches = [self._batch_of(rows) for rows in everybody]
-        everyone = self._everyone(lane)
+            everyone = self._everyone(lane)
+
+            def begin() -> tuple[BatchInfo | None, list[LoRABatch], Tensor]:
+                names, info = _adapters(everybody), None
+                if forward.is_idle:
+                    self.seat(names, lane=lane)
+                else:
+                    info = self._prepare(forward, names, lane)
+                batches = [self._batch_of(rows) for rows in everybody]
+                if forward.rows is not None:  # a replay calls nothing: all has to be there before
+                    everyone.prepare_batch(_joined(batches, forward.graph), graph=forward.graph)
+                return info, batches, self._row_slots(batches, forward, lane)
+
+            info, batches, slots = self._begin(lane, begin)
         try:
             directed: AbstractContextManager[None] = self.active(lane)
             with directed, self._base_allowed() if forward.is_idle else self._range("forward"):
                 own = self.lane_backend(lane)
-                yield LiveForward(info, self.gate, self.ranks, batches, own, everyone)
+                yield LiveForward(info, self.gate, self.ranks, batches, slots, own, everyone)
         finally:
-            everyone.reset_batch_state()
-            self.reset(lane=lane)
+            self._reset_all(lane)
             self.gate.backend = before
+
+    def init_graph(
+        self, kind: GraphKind, *, max_requests: int, max_tokens: int, lane: int = 0
+    ) -> None:
+        """Make room for graphs of forwards in which the ranks exchange rows (`Forward.rows`).
+
+        Args:
+            kind: of graph.
+            max_requests: of one rank.
+            max_tokens: rows of one rank, padding included.
+            lane: in which they are captured and replayed.
+        """
+        size, everyone = self.ranks.size, self._everyone(lane)
+        self.lane_backend(lane).init_graph(kind, max_requests=max_requests, max_tokens=max_tokens)
+        padding = max_tokens if kind == "decode" else 1  # requests that stand for a rank's padding
+        everyone.init_graph(
+            kind, max_requests=size * (max_requests + padding), max_tokens=size * max_tokens
+        )
+        self._graph_slots[lane, kind] = torch.full(
+            (size * max_tokens,), NO_LORA, dtype=torch.int32, device=everyone.device
+        )
 
     def _exchange_rows(self, forward: Forward, lane: int) -> list[_Rows]:
         """Everybody's requests, after each rank has looked at its own."""
         self.reset(lane=lane)
-        rows = _Rows(tuple((r.adapter, r.length, r.scale) for r in forward.requests), forward.mode)
+        rows = _Rows(
+            tuple((r.adapter, r.length, r.scale) for r in forward.requests),
+            forward.mode,
+            forward.graph,
+            forward.rows,
+        )
         error = None
         try:
             wanted = self._distinct(r.adapter for r in forward.requests)
             self._check_claims(forward.requests, wanted, forward.graph)
             lengths = [r.length for r in forward.requests]
             LoRABatch(lengths, [NO_LORA] * len(lengths), forward.mode, forward.logits)
+            if forward.rows is not None and (forward.graph is None or forward.rows < sum(lengths)):
+                raise InvalidBatchError(
+                    f"Forward(graph={forward.graph!r}, rows={forward.rows}) of {sum(lengths)} tokens: `rows` says "
+                    "how many rows each rank has in a captured graph, padding included"
+                )
         except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
             error = caught
-        return self.ranks.exchange(f"a forward in lane {lane}", rows, error)
-
-    def _prepare(
-        self, forward: Forward, everybody: Sequence[_Rows], lane: int, beside: Sequence[str]
-    ) -> BatchInfo:
-        names = [*beside, *_adapters(everybody)]
-        try:
-            return self.ranks.attempt(
-                _SEATED,
-                lambda: LoRAManager.prepare(
-                    self,
-                    forward.requests,
-                    mode=forward.mode,
-                    graph=forward.graph,
-                    logits=forward.logits,
-                    lane=lane,
-                    beside=names,
-                ),
+        everybody = self.ranks.exchange(f"a forward in lane {lane}", rows, error)
+        shapes = [(theirs.graph, theirs.rows) for theirs in everybody]
+        if len(set(shapes)) > 1 and any(count is not None for _, count in shapes):
+            raise RanksDisagreeError(
+                f"a forward in lane {lane} that exchanges rows in a graph is not the same on every rank: graph "
+                f"and rows are {shapes}. Idle ranks give both, too. Nothing was changed."
             )
+        return everybody
+
+    def _begin(self, lane: int, begin: Callable[[], T]) -> T:
+        """Prepare a lane on all ranks, or on none."""
+        try:
+            return self.ranks.attempt("giving the adapters their slots", begin)
         except Exception:
-            self.reset(lane=lane)  # prepared here, but not everywhere
+            self._reset_all(lane)  # begun here, but not everywhere
             raise
+
+    def _prepare(self, forward: Forward, names: Sequence[str], lane: int) -> BatchInfo:
+        return super().prepare(
+            forward.requests,
+            mode=forward.mode,
+            graph=forward.graph,
+            logits=forward.logits,
+            lane=lane,
+            beside=names,
+        )
+
+    def _reset_all(self, lane: int) -> None:
+        """End this rank's batch of a lane, and everybody's."""
+        everyone = self._everyone(lane)
+        info = everyone.batch_info
+        everyone.reset_batch_state()
+        if info is not None and info.graph is not None:
+            self._graph_slots[lane, info.graph].fill_(NO_LORA)
+        self.reset(lane=lane)
+
+    def _row_slots(self, batches: Sequence[LoRABatch], forward: Forward, lane: int) -> Tensor:
+        """int32 on the device, the slot of every rank's rows."""
+        slots = np.concatenate(
+            [np.repeat(np.asarray(b.slots, np.int32), np.asarray(b.lengths, int)) for b in batches]
+        )
+        entry = self._staging.acquire(len(slots))
+        entry.host[: len(slots)] = slots
+        if forward.rows is None or forward.graph is None:
+            target = torch.empty(len(slots), dtype=torch.int32, device=self._staging.device)
+        else:
+            target = self._graph_slots[lane, forward.graph][: len(slots)]
+        entry.send(target)
+        return target
 
     def _batch_of(self, rows: _Rows) -> LoRABatch:
         slots: dict[str | None, int] = {None: NO_LORA}
         slots.update(self._slot_of)
         scales = None
-        if any(scale is not None for _, _, scale in rows.requests):
-            scales = [1.0 if scale is None else scale for _, _, scale in rows.requests]
+        requests = rows.requests
+        if rows.rows is not None:
+            padding = rows.rows - sum(length for _, length, _ in requests)
+            each = 1 if rows.graph == "decode" else padding
+            requests += ((None, each, None),) * (padding // each if padding else 0)
+        if any(scale is not None for _, _, scale in requests):
+            scales = [1.0 if scale is None else scale for _, _, scale in requests]
         return LoRABatch(
-            [length for _, length, _ in rows.requests],
-            [slots[name] for name, _, _ in rows.requests],
-            rows.mode,
+            [length for _, length, _ in requests],
+            [slots[name] for name, _, _ in requests],
+            rows.mode if rows.rows is None or rows.graph is None else rows.graph,
             (),
             scales,
         )
@@ -459,18 +568,15 @@ class RankedManager(LoRAManager):
         return self._everyone_backends[lane]
 
 
-_SEATED = "giving the adapters their slots"
-
-
 def _adapters(everybody: Sequence[_Rows]) -> list[str]:
     """What all ranks name, each once, in the order of ranks: the same list everywhere."""
     names = (name for rows in everybody for name, _, _ in rows.requests)
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
-def _joined(batches: Sequence[LoRABatch]) -> LoRABatch:
+def _joined(batches: Sequence[LoRABatch], mode: Mode | None = None) -> LoRABatch:
     """One batch of the rows of several."""
-    modes = {batch.mode for batch in batches if batch.lengths}
+    modes = {batch.mode for batch in batches if batch.lengths} if mode is None else {mode}
     scales = None
     if any(batch.scales is not None for batch in batches):
         scales = [

@@ -18,11 +18,22 @@ from lora_core.layers.parallel import (
     side_by_side,
 )
 from lora_core.sites import Shard, Site
+from tests.distributed import world
+
+
+def host_numbers(seed: int, *shape: int) -> Tensor:
+    """float32, the same in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    """float32, the same in every process."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """The same on the device of this rank."""
+    return host_numbers(seed, *shape).to(world.device)
+
+
+def dense_backend(name: str | None = None):
+    """Of this rank's place."""
+    return load_backend(name or world.here.backend, device=world.device)
 
 
 class ParallelLinear(nn.Module):
@@ -81,8 +92,8 @@ def adapter(seed: int, shapes: dict[str, tuple[int, int]], rank: int, alpha: flo
     for index, (name, (inputs, outputs)) in enumerate(shapes.items()):
         kind, end = ("lora_embedding_", "") if name in embeddings else ("lora_", ".weight")
         prefix = f"base_model.model.{name}.{kind}"
-        tensors[f"{prefix}A{end}"] = numbers(seed * 100 + index, rank, inputs) / inputs**0.5
-        tensors[f"{prefix}B{end}"] = numbers(seed * 100 + 50 + index, outputs, rank) / 4
+        tensors[f"{prefix}A{end}"] = host_numbers(seed * 100 + index, rank, inputs) / inputs**0.5
+        tensors[f"{prefix}B{end}"] = host_numbers(seed * 100 + 50 + index, outputs, rank) / 4
     return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}, tensors
 
 
@@ -90,7 +101,10 @@ def delta(source, name: str, *, embedding=False) -> Tensor:
     """float64 `[N, K]` of one module (embedding: `[V, N]`)."""
     config, tensors = source
     middle = "lora_embedding_{}" if embedding else "lora_{}.weight"
-    a, b = (tensors[f"base_model.model.{name}.{middle.format(part)}"].double() for part in "AB")
+    a, b = (
+        tensors[f"base_model.model.{name}.{middle.format(part)}"].double().to(world.device)
+        for part in "AB"
+    )
     product = config["lora_alpha"] / config["r"] * b @ a
     return product.T if embedding else product
 
@@ -107,8 +121,8 @@ class LocalExperts(nn.Module):
         self.w13, self.w2 = (
             nn.Parameter(w[held.start : held.stop].clone(), requires_grad=False) for w in (w13, w2)
         )
-        self.map = torch.full((len(w13),), -1, dtype=torch.int32)
-        self.map[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
+        local_ids = [held.index(i) if i in held else -1 for i in range(len(w13))]
+        self.map = torch.tensor(local_ids, dtype=torch.int32, device=w13.device)
         self.core = LocalCore(self)
 
     def forward(self, hidden_states, topk_ids, topk_weights):
@@ -150,8 +164,9 @@ def full_adapter(seed: int, rank: int = 4, alpha: float = 8, *, shared_outer: bo
             1 if outer and index == 1 else EXPERTS,
         )
         prefix = f"base_model.model.experts.{name}.lora_"
-        tensors[f"{prefix}A.weight"] = numbers(seed * 9 + index, a_experts, rank, inputs) / 4
-        tensors[f"{prefix}B.weight"] = numbers(seed * 9 + 5 + index, b_experts, outputs, rank) / 4
+        a, b = (a_experts, rank, inputs), (b_experts, outputs, rank)
+        tensors[f"{prefix}A.weight"] = host_numbers(seed * 9 + index, *a) / 4
+        tensors[f"{prefix}B.weight"] = host_numbers(seed * 9 + 5 + index, *b) / 4
     return config, tensors
 
 
@@ -196,7 +211,7 @@ class Model:
             Site("experts.gate_up_proj", "experts", H, SliceLayout((INNER, INNER)), names),
             Site("experts.down_proj", "experts", INNER, SliceLayout((H,)), ("experts.down_proj",)),
             gate,
-            load_moe_backend("torch", device="cpu"),
+            load_moe_backend(world.here.experts, device=world.device),
             expert_map=self.experts.map,
             total_experts=EXPERTS,
             expert_ids=held,
@@ -245,5 +260,5 @@ class Model:
 def make(rank: int, size: int, *, route_to: int | None = None, **options):
     """(manager, model) of one rank."""
     options = {"max_loras": 3, "max_rank": 8, **options}
-    manager = RankedManager(load_backend("torch", device="cpu"), **options)
+    manager = RankedManager(dense_backend(), **options)
     return manager, Model(manager, rank, size, route_to)

@@ -85,7 +85,7 @@ def run_page(rank, size):
     return world["logits"]
 
 
-def test_the_page_runs(world2):
+def test_the_page_runs(gloo2):
     assert len(blocks()) == 6
-    first, second = world2.run(run_page)
+    first, second = gloo2.run(run_page)
     assert torch.equal(first, second)

@@ -8,11 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lora_core import LoRAManager, LoRARequest, SliceLayout, load_backend
+from lora_core import LoRAManager, LoRARequest, SliceLayout
 from lora_core.errors import TensorMismatchError, UnsupportedOpError
 from lora_core.layers import parallel
 from lora_core.sites import Shard, Site, padded_part
-from tests.distributed.engine import Column, Row, VocabularyRows, adapter, delta, numbers
+from tests.distributed import world
+from tests.distributed.engine import (
+    Column,
+    Row,
+    VocabularyRows,
+    adapter,
+    delta,
+    dense_backend,
+    host_numbers,
+    numbers,
+)
 
 K, V = 24, 50
 RANKS = {"one": (8, 16), "two": (3, 4)}
@@ -39,8 +49,8 @@ ROW_FLAGS = {
 }
 
 
-def make_manager():
-    return LoRAManager(load_backend("torch", device="cpu"), max_loras=2, max_rank=8)
+def make_manager(backend=None):
+    return LoRAManager(dense_backend(backend), max_loras=2, max_rank=8)
 
 
 def load(manager, layer, shapes, embeddings=()):
@@ -170,7 +180,7 @@ def embedding(rank, size):
     manager = make_manager()
     layer = parallel.LoRAVocabParallelEmbedding(base, site, manager.gate)
     sources = load(manager, layer, {"embed": (V, 10)}, embeddings=["embed"])
-    ids = torch.tensor([0, V - 1, 13, 26, 25, 7, 49, 33, 12])[:ROWS]
+    ids = torch.tensor([0, V - 1, 13, 26, 25, 7, 49, 33, 12], device=world.device)[:ROWS]
     out = run(manager, layer, ids, base, reduces=1)
     whole = merged(sources, weight, ["embed"], embedding=True)
     close(out, whole[torch.arange(ROWS), ids])
@@ -196,9 +206,9 @@ def saved_weights(rank, size):
         shard = Shard.rows(K, rank, size) if kind == "row" else None
         shard = shard or Shard.columns(SliceLayout((12,)), rank, size)
         site = Site("proj", "linear", K, SliceLayout((12,)), ("proj",), shard)
-        weight, new, bias = numbers(1, 12, K), numbers(5, 12, K), numbers(6, 12)
+        weight, new, bias = numbers(1, 12, K), host_numbers(5, 12, K), host_numbers(6, 12)
         base = (Row if kind == "row" else Column)(site, weight, None, None)
-        manager = make_manager()
+        manager = make_manager("torch")  # the others claim neither
         wrap = (
             parallel.LoRARowParallelLinear if kind == "row" else parallel.LoRAColumnParallelLinear
         )
@@ -214,7 +224,7 @@ def saved_weights(rank, size):
         part = x.chunk(size, dim=1)[rank] if kind == "row" else x
         with manager.batch([LoRARequest("whole", 2), LoRARequest("biased", 2)]):
             out = layer(part)
-        x = x.double()
+        x, new, bias = x.double(), new.to(world.device), bias.to(world.device)
         biased = weight.double() + delta((config, tensors), "proj")
         expected = torch.cat([x[:2] @ new.double().T, x[2:] @ biased.T + 2 * bias.double()])
         close(out, expected if kind == "row" else expected.chunk(size, dim=1)[rank])
