@@ -1,7 +1,7 @@
 """shrink: `h[t, s, r] = sum_k x[t, k] * A[slot(t), s, r, k]` for r below the slot's rank.
 
-The sum over k is cut into splits of `SPLIT` inputs, whatever the batch: each split is one chain of
-products, and h is the sum of the splits in order. Few rows: a program per split, and whoever
+The sum over k is cut into splits of `SPLIT` inputs, whatever the batch: each split is the sum of
+chains of `CHAIN` inputs, and h is the sum of the splits in order. Few rows: a program per split, and whoever
 finishes last adds the splits up. Many rows: one program runs through them. The order of every
 addition is the same, so h does not depend on the batch that a row is part of.
 
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lora_core.triton_kit import Launch, Tile, dot, family
+from lora_core.triton_kit import Launch, Tile, add_product, dot, family
 from lora_core.weights import LoRAWeights
 from lora_core.workspace import Workspace
 from lora_core_triton.sites import cached
@@ -32,6 +32,8 @@ from lora_core_triton.worklist import Room, WorkList
 
 SPLIT = 512
 """Inputs of one split; part of the arithmetic, so it is no tuning parameter."""
+CHAIN = 128
+"""Inputs of 16 bits that are summed in one go; part of the arithmetic likewise."""
 
 
 @triton.jit
@@ -59,6 +61,7 @@ def shrink_kernel(
     EVEN_K: tl.constexpr,  # K is a multiple of SPLIT
     SEQUENTIAL: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHAIN: tl.constexpr,
     WIDTH: tl.constexpr,  # packed columns of all slices at full rank, whole blocks
     BM: tl.constexpr,
     BC: tl.constexpr,
@@ -92,6 +95,8 @@ def shrink_kernel(
     )  # [BM, BC]
 
     STEPS: tl.constexpr = SPLIT // BK
+    CHAIN_STEPS: tl.constexpr = CHAIN // BK
+    ONE_BY_ONE: tl.constexpr = (CHAIN_STEPS <= 1) | (x.dtype.element_ty == tl.float32)
     for column in range(0, total_rank, BC):
         o_c = column + tl.arange(0, BC)
         m_c = o_c < total_rank
@@ -101,6 +106,7 @@ def shrink_kernel(
         )  # [BK, BC]
         b_h = tl.zeros((BM, BC), tl.float32)
         b_split = tl.zeros((BM, BC), tl.float32)
+        b_chain = tl.zeros((BM, BC), tl.float32)
         first, end = p_group * group, tl.minimum(p_group * group + group, splits)
         for step in range(first * STEPS, end * STEPS):
             k = step * BK
@@ -112,7 +118,13 @@ def shrink_kernel(
                 m_a = m_c[None, :] & (o_k < K - k)[:, None]
             b_x = tl.load(p_x + k, mask=m_x, other=0.0)
             b_a = tl.load(p_a + k, mask=m_a, other=0.0)
-            b_split = dot(b_x, b_a, b_split)
+            if ONE_BY_ONE:
+                b_split = add_product(b_x, b_a, b_split)
+            else:
+                b_chain = dot(b_x, b_a, b_chain)
+                if step % CHAIN_STEPS == CHAIN_STEPS - 1:
+                    b_split += b_chain
+                    b_chain = tl.zeros((BM, BC), tl.float32)
             if step % STEPS == STEPS - 1:  # a split is whole
                 if SEQUENTIAL:
                     b_h += b_split
@@ -169,6 +181,7 @@ def shrink(
     tiles: int,
     *,
     scratch: bool,
+    h_scratch: bool = False,
 ) -> Tensor:
     """Launch the kernel.
 
@@ -180,25 +193,27 @@ def shrink(
         workspace: its `sync["arrived"]` counts; its scratch holds partial sums if `scratch`.
         tiles: row tiles to launch; those past the filled ones are dead.
         scratch: whether scratch may be used; a graph needs memory of its own.
+        h_scratch: whether for h too, which then is good until the next call.
 
     Returns:
-        float32 [T', n, R].
+        float32 [T', n, R]; of scratch there may be more rows.
     """
     num_rows, room, arrived = x.shape[0], work.room, workspace.sync["arrived"]
-    key = ("shrink", band(num_rows), room.gathered, room.tile_rows)
+    key = ("shrink", band(num_rows), room)
     site = cached(weights, key, lambda: _Site(x, weights, room, meta, arrived))
-    h = torch.empty(num_rows, *site.h_shape, dtype=torch.float32, device=x.device)
+    if not h_scratch:
+        h = site.nothing.new_empty((num_rows, *site.h_row))
+    else:
+        h = workspace.scratch.get(site.h_name, site.nothing)
+        if h.shape[0] < num_rows:
+            h = site.nothing.new_empty((band(num_rows), *site.h_row))
+            workspace.scratch[site.h_name] = h
     programs = tiles * site.programs_per_tile
-    group, partial = site.group, h
-    if programs > site.most_programs:  # not enough counters: no splits
-        group = site.splits
-    if group < site.splits:
+    if site.groups == 1 or programs > site.most_programs:  # not enough counters: no splits
+        site.sequential((1, programs, 1), x, meta, h, h, arrived, x.stride(0))
+    else:
         partial = _partial(workspace, programs * site.partial_size, scratch=scratch)
-    launch = site.split if group < site.splits else site.sequential
-    launch(
-        (-(-site.splits // group), programs, 1),
-        *(x, meta, h, partial, room.tiles_at, room.rows_at, x.stride(0), group),
-    )
+        site.split((site.groups, programs, 1), x, meta, h, partial, arrived, x.stride(0))
     return h
 
 
@@ -212,22 +227,25 @@ class _Site:
         tile = SHRINK.pick(
             family(x.device), rows=band(x.shape[0]), slices=n, bytes=x.element_size()
         )
-        self.h_shape = (n, max_rank)
-        self.splits = -(-k // SPLIT)
-        self.group = tile["GROUP"] or self.splits
+        self.h_row, self.h_name = (n, max_rank), f"h of {n} times {max_rank}"
+        self.nothing = some = x.new_empty((0, n, max_rank), dtype=torch.float32)
+        splits = -(-k // SPLIT)
+        group = tile["GROUP"] or splits  # splits of one program
+        self.groups = -(-splits // group)
         self.programs_per_tile = room.tile_rows // tile["BM"]
         self.most_programs = arrived.numel()
-        self.partial_size = self.splits * tile["BM"] * _width(tile, n, max_rank)
-        some = x.new_empty(0, dtype=torch.float32)
-        args = (
-            *(x, meta, a, weights.ranks, some, some, arrived, room.tiles_at, room.rows_at, k),
-            *(x.stride(0), a.stride(0), a.stride(1), a.stride(2), self.splits, self.group),
-        )
-        varying = (0, 1, 4, 5, 7, 8, 10, 15)
+        self.partial_size = splits * tile["BM"] * _width(tile, n, max_rank)
         self.split, self.sequential = (
             _launch(
                 tuple(constexprs(tile, n, max_rank, room, k % SPLIT == 0, sequential).items())
-            ).fix(args, varying)
+            ).fix(
+                (
+                    *(x, meta, a, weights.ranks, some, some, arrived, room.tiles_at, room.rows_at),
+                    *(k, x.stride(0), a.stride(0), a.stride(1), a.stride(2), splits),
+                    splits if sequential else group,
+                ),
+                varying=(0, 1, 4, 5, 6, 10),
+            ).call
             for sequential in (False, True)
         )
 
@@ -264,6 +282,7 @@ def constexprs(
         "EVEN_K": even_k,
         "SEQUENTIAL": sequential,
         "SPLIT": SPLIT,
+        "CHAIN": CHAIN,
         "WIDTH": _width(tile, n, max_rank),
         "BM": tile["BM"],
         "BC": tile["BC"],

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from lora_core_csgmv.kernels.work import add_product, rows_at, scale_at, segment_at
+from lora_core.triton_kit import add_product
+from lora_core_csgmv.kernels.work import rows_at, scale_at, segment_at
 
 
 @triton.jit(do_not_specialize=["num_rows", "room"])

@@ -5,7 +5,8 @@ Rows of A that count, those below the rank of their slice, are packed: a q|k|v a
 and with PARALLEL one part of K. BLOCK_T stays below 64, so that one and the same instruction
 multiplies however many tokens share the call.
 
-K is cut into parts of SPLIT, each summed from zero, and the sums are added in ascending order:
+K is cut into parts of SPLIT, each the sum of chains of at most 128 inputs (of one block in float32,
+see `lora_core.triton_kit.dot`), and the parts' sums are added in ascending order:
 either by one program, or by as many programs as there are parts, of which the last to arrive adds
 what all have left in `partials`. Both give the same bits, which follow from K alone.
 """
@@ -19,7 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lora_core_csgmv.kernels.work import add_product, rows_at, segment_at
+from lora_core.triton_kit import add_product, dot
+from lora_core_csgmv.kernels.work import rows_at, segment_at
 
 ROWS_OF_A = tl.constexpr(64)
 """Packed rows of A in one unit of work, at most."""
@@ -156,6 +158,8 @@ def _tile(
     row, t_live, position, num_rows = rows
     WIDTH: tl.constexpr = NUM_SLICES * MAX_RANK
     STEPS: tl.constexpr = SPLIT // BLOCK_K
+    CHAIN_STEPS: tl.constexpr = min(128, SPLIT) // BLOCK_K
+    ONE_BY_ONE: tl.constexpr = (CHAIN_STEPS <= 1) | (x.dtype.element_ty == tl.float32)
     m = m0 + tl.arange(0, BLOCK_M)
     column, m_live = _columns(ranks_slot, m, MAX_RANK, NUM_SLICES, BLOCK_M)
     wide = column.to(tl.int64)
@@ -168,6 +172,7 @@ def _tile(
         last_step = first_step + STEPS
     b_h = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     b_sum = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    b_chain = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     for step in range(first_step, last_step):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         m_x, m_a = t_live[:, None], m_live[:, None]
@@ -175,7 +180,13 @@ def _tile(
             m_x, m_a = m_x & (k < in_features)[None, :], m_a & (k < in_features)[None, :]
         b_x = tl.load(p_x[:, None] + k[None, :], mask=m_x, other=0.0)
         b_a = tl.load(p_a[:, None] + k[None, :] * stride_k, mask=m_a, other=0.0)
-        b_sum = add_product(b_x, tl.trans(b_a), b_sum)
+        if ONE_BY_ONE:
+            b_sum = add_product(b_x, tl.trans(b_a), b_sum)
+        else:
+            b_chain = dot(b_x, tl.trans(b_a), b_chain)
+            complete = step % CHAIN_STEPS == CHAIN_STEPS - 1
+            b_sum = tl.where(complete, b_sum + b_chain, b_sum)
+            b_chain = tl.where(complete, 0.0, b_chain)
         if not PARALLEL:
             complete = step % STEPS == STEPS - 1
             b_h = tl.where(complete, b_h + b_sum, b_h)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lora_core.triton_kit import dot
-
 
 @triton.jit
 def segment_at(segments, index, room):
@@ -42,18 +40,3 @@ def rows_at(segments, position, end, num_rows, room):
     live = position < end
     row = tl.load(segments + 8 + 3 * room + position, mask=live, other=0)
     return row.to(tl.int64), live & (row < num_rows)
-
-
-@triton.jit
-def add_product(a, b, b_sum):
-    """`b_sum + a @ b`, float32.
-
-    The tensor cores take 16-bit operands and add to what they are given. float32 is multiplied by the
-    plain units, one rounding after the other, so its products are summed on their own first: errors
-    grow with the length of a block and the number of blocks, not with their product. The fma by 1 is
-    an addition that the compiler does not fold back into the product.
-    """
-    if a.dtype == tl.float32:
-        b_block = dot(a, b, tl.zeros_like(b_sum))
-        return tl.fma(b_block, tl.full(b_sum.shape, 1.0, tl.float32), b_sum)
-    return dot(a, b, b_sum)
