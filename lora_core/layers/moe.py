@@ -46,7 +46,10 @@ class ExpertsDeltas(Protocol):
         """Add to the result of the first product, `[T, k, N]`, in place."""
 
     def down(self, x: Tensor, out: Tensor) -> None:
-        """Add to the output `[T, H]`, in place, from the activated values `[T, k, I]`."""
+        """Add to the second product, in place, from the activated values `[T, k, I]`.
+
+        `out` is `[T, k, H]`, before the router's factors, or `[T, H]`, their sum.
+        """
 
 
 class ExpertsCore(ABC):

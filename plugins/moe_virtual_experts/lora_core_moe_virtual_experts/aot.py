@@ -13,6 +13,7 @@ from lora_core_moe_virtual_experts.backend import vector_of
 from lora_core_moe_virtual_experts.kernels.expand import expand
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import (
+    compact_tiles,
     count_chunks,
     place_pairs,
     route_few,
@@ -21,7 +22,7 @@ from lora_core_moe_virtual_experts.kernels.route import (
 from lora_core_moe_virtual_experts.kernels.shrink import shrink
 from lora_core_moe_virtual_experts.kernels.slots import row_slots
 
-_INTS = ("P", "K", "W", "N", "G", "S", "E", "KEYS", "CHUNKS", "BLOCKS", "REQUESTS", "ROWS")
+_INTS = ("P", "K", "W", "N", "G", "S", "E", "KEYS", "CHUNKS", "BLOCKS", "TILES", "REQUESTS", "ROWS")
 _TYPES = {
     "p_x": "*{x}",
     "p_a": "*{x}",
@@ -77,9 +78,14 @@ def _case(
 def _route_cases() -> Iterator[AotCase]:
     kinds = {"TOP_K": 8, "HAS_MAP": True}
     yield _case(
-        route_few, "BM16", {**kinds, "BM": 16, "BR": 4, "BC": 2048}, "i32", Tile({}, num_warps=8)
+        route_few,
+        "BM16",
+        {**kinds, "BM": 16, "BR": 4, "BC": 2048, "PDL": False},
+        "i32",
+        Tile({}, num_warps=8),
     )
-    yield _case(count_chunks, "", {**kinds, "CHUNK": 256, "BR": 16}, "i32")
+    yield _case(compact_tiles, "", {"BC": 2048, "PDL": False}, "i32", Tile({}, num_warps=8))
+    yield _case(count_chunks, "", {**kinds, "CHUNK": 256, "BR": 16, "PDL": False}, "i32")
     for block in (16, 512):
         scan = {"BM": 64, "BCH": min(256, 8192 // block), "BKEY": block, "PDL": False}
         yield _case(scan_counts, f"keys{block}", scan, "i32", Tile({}, num_warps=8))
@@ -131,6 +137,7 @@ def _both(
     tile = tiles.EXPAND.pick("sm90", pairs=pairs, outputs=width, columns=columns)
     block_m = min(tile["BM"], route["BM"])
     own = {
+        "BY_ROW": False,
         "ROUTED": slices == 1,
         "ACCUMULATE": True,
         "SPLITS": splits,
@@ -138,6 +145,7 @@ def _both(
         "PARTS": route["BM"] // block_m,
         "BN": tile["BN"],
         "LOOPS": min(tile["LOOPS"], triton.cdiv(width, tile["BN"])),
+        "AHEAD": tile["AHEAD"],
         "BR": max(16, triton.next_power_of_2(rank)),
         "VEC": vector_of(rank),
     }

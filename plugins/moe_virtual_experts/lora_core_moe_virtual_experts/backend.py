@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from lora_core_moe_virtual_experts import tiles
 from lora_core_moe_virtual_experts.kernels.bound import DEPENDENT_LAUNCH, bound
 from lora_core_moe_virtual_experts.kernels.expand import expand
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
-from lora_core_moe_virtual_experts.kernels.route import launch_route, max_tiles
+from lora_core_moe_virtual_experts.kernels.route import launch_route, launch_row_route
 from lora_core_moe_virtual_experts.kernels.shrink import shrink
 from lora_core_moe_virtual_experts.kernels.slots import row_slots
 
@@ -26,25 +26,63 @@ _ROWS, _REQUESTS = 32, 128  # of one program of row_slots
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class VirtualRoute(MoERoute):
-    """The pairs of a forward by virtual expert.
+class Tiles:
+    """Pairs, or rows, cut into tiles that share a key; see `load_tile`.
 
     Attributes:
-        grouped: whether pairs were sorted. If not, every pair is a tile of its own, and the three
-            tensors below are the routing's own ids, slots and expert map.
-        block_m: BM, most pairs of a tile.
-        num_tiles: how many tiles the grids cover; those past the real ones are empty.
-        order: int32 `[P]`, pairs by place.
-        tiles: int32 `[num_tiles, 4]`, key, first place and pairs of each tile.
-        count: int32 `[1]`, how many tiles there are.
+        grouped: whether they were sorted. If not, each is a tile of its own, and the tensors below
+            are the routing's own ids, slots and expert map.
+        block_m: BM, most entries of a tile.
+        num_tiles: how many tiles the grids cover, empty ones included.
+        order: int32 `[P]`, entries by place.
+        table: int32 `[num_tiles, 4]`, key, first place and entries of each tile.
+        mapping: the expert map, or anything where there is none.
     """
 
     grouped: bool
     block_m: int
     num_tiles: int
     order: Tensor
-    tiles: Tensor
-    count: Tensor
+    table: Tensor
+    mapping: Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VirtualRoute(MoERoute):
+    """The pairs of a forward by virtual expert.
+
+    Attributes:
+        pairs: their tiles.
+    """
+
+    pairs: Tiles
+
+    @cached_property
+    def rows(self) -> Tiles:
+        """The rows by slot, for an A that all experts share; made by the first op that needs them."""
+        slots, num_slots = self.routing.slots, self.routing.num_slots
+        assert slots is not None
+        rows = slots.shape[0]
+        tile = tiles.ROWS.pick(family(slots.device), rows=rows)
+        if not tile["GROUPED"]:
+            return Tiles(
+                grouped=False,
+                block_m=tile["BM"],
+                num_tiles=rows,
+                order=slots,
+                table=slots,
+                mapping=slots,
+            )
+        block_m = min(tile["BM"], self.pairs.block_m)  # the same bits as pair by pair
+        order, table = launch_row_route(slots, num_slots, block_m)
+        return Tiles(
+            grouped=True,
+            block_m=block_m,
+            num_tiles=table.shape[0],
+            order=order,
+            table=table,
+            mapping=slots,
+        )
 
 
 class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
@@ -72,35 +110,26 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
 
     @override
     def route(self, routing: MoERouting) -> VirtualRoute:
-        mapping = routing.topk_ids if routing.expert_map is None else routing.expert_map
-        pairs = routing.topk_ids.numel()
+        ids = routing.topk_ids
+        mapping = ids if routing.expert_map is None else routing.expert_map
         tile = tiles.ROUTE.pick(
             family(self.device),
-            pairs=pairs,
-            spread=pairs // (routing.num_slots * routing.num_experts),
+            pairs=ids.numel(),
+            spread=ids.numel() // (routing.num_slots * routing.num_experts),
         )
-        block_m = tile["BM"]
-        if routing.slots is None or pairs == 0 or not tile["GROUPED"]:
-            slots = routing.topk_ids if routing.slots is None else routing.slots
-            return VirtualRoute(
-                routing=routing,
-                grouped=False,
-                block_m=block_m,
-                num_tiles=pairs,
-                order=routing.topk_ids,
-                tiles=slots,
-                count=mapping,
-            )
-        order, table, count = launch_route(routing, block_m)
-        return VirtualRoute(
-            routing=routing,
-            grouped=True,
-            block_m=block_m,
-            num_tiles=max_tiles(routing, block_m),
+        grouped = bool(tile["GROUPED"]) and not routing.inert
+        order, table = ids, ids if routing.slots is None else routing.slots
+        if grouped:
+            order, table = launch_route(routing, tile["BM"])
+        pairs = Tiles(
+            grouped=grouped,
+            block_m=tile["BM"],
+            num_tiles=table.shape[0] if grouped else ids.numel(),
             order=order,
-            tiles=table,
-            count=count,
+            table=table,
+            mapping=mapping,
         )
+        return VirtualRoute(routing=routing, pairs=pairs)
 
     @override
     def gate_up(
@@ -153,21 +182,27 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
         accumulate: bool,
     ) -> Tensor:
         h = self._shrink(x, weights, route)
-        self._expand(h, weights, route, out, routed_weights=routed_weights, accumulate=accumulate)
+        self._expand(
+            h, weights, route, out, routed_weights=routed_weights, accumulate=accumulate,
+            by_row=_by_row(x, weights),
+        )  # fmt: skip
         return out
 
     def _shrink(self, x: Tensor, weights: MoELoRAWeights, route: VirtualRoute) -> Tensor:
-        """H of every place, float32 `[splits, P, slices * R]`."""
-        a, routing = weights.a, route.routing
+        """H, float32 `[splits, P, slices * R]`, of every place; `[splits, T, ...]` where rows share A."""
+        a, routing, by_row = weights.a, route.routing, _by_row(x, weights)
+        found = route.rows if by_row else route.pairs
         plan = _plan_shrink(
-            tiles.SHRINK, family(self.device), _kinds(weights, route), x.dim() == 3,
-            routing.topk_ids.numel(), weights.in_features, route.num_tiles, route.block_m,
+            tiles.SHRINK, family(self.device), _kinds(weights, routing, found.grouped, by_row=by_row),
+            x.dim() == 3, routing.topk_ids.numel(), weights.in_features, found.num_tiles, found.block_m,
+            routing.num_tokens if by_row else routing.topk_ids.numel(),
         )  # fmt: skip
         h = torch.empty(plan.h_shape, dtype=torch.float32, device=x.device)
+        sizes = (0, routing.num_slots, 1) if by_row else _sizes(routing)
         plan.launch(
             plan.grid,
-            *(x, a, weights.ranks, h, route.order, route.tiles, route.count),
-            *(plan.h_shape[1], weights.in_features, *_sizes(routing)),
+            *(x, a, weights.ranks, h, found.order, found.table, found.mapping),
+            *(plan.h_shape[1], weights.in_features, *sizes),
             *(x.stride(-2), a.stride(0), 0 if weights.shared_a else a.stride(1)),
             *(a.stride(2), a.stride(3)),
         )
@@ -182,16 +217,18 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
         *,
         routed_weights: bool,
         accumulate: bool,
+        by_row: bool,
     ) -> None:
-        b, width = weights.b, weights.layout.widths[0]
+        b, width, found = weights.b, weights.layout.widths[0], route.pairs
         plan = _plan_expand(
-            tiles.EXPAND, family(self.device), _kinds(weights, route), routed_weights, accumulate,
-            tuple(h.shape), width, route.num_tiles, route.block_m,
+            tiles.EXPAND, family(self.device), _kinds(weights, route.routing, found.grouped),
+            by_row, routed_weights, accumulate, h.shape[0], route.routing.topk_ids.numel(), width,
+            found.num_tiles, found.block_m,
         )  # fmt: skip
         plan.launch(
             plan.grid,
             *(h, b, weights.ranks, weights.scalings, route.routing.topk_weights, out),
-            *(route.order, route.tiles, route.count, h.shape[1], width, *_sizes(route.routing)),
+            *(found.order, found.table, found.mapping, h.shape[1], width, *_sizes(route.routing)),
             *(b.stride(0), 0 if weights.shared_b else b.stride(1), b.stride(2)),
         )
 
@@ -245,23 +282,29 @@ class _Kinds(NamedTuple):
         }
 
 
-def _kinds(weights: MoELoRAWeights, route: VirtualRoute) -> _Kinds:
-    routing = route.routing
+def _by_row(x: Tensor, weights: MoELoRAWeights) -> bool:
+    """Whether h is the same for all experts of a row, and made once for them."""
+    return weights.shared_a and x.dim() == 2
+
+
+def _kinds(
+    weights: MoELoRAWeights, routing: MoERouting, grouped: bool, *, by_row: bool = False
+) -> _Kinds:
     return _Kinds(
-        routing.top_k,
-        routing.expert_map is not None,
-        route.grouped,
+        0 if by_row else routing.top_k,
+        routing.expert_map is not None and not by_row,
+        grouped,
         weights.layout.num_slices,
         weights.max_rank,
     )
 
 
 class _Plan(NamedTuple):
-    """A launch of one shape, worked out once."""
+    """A launch of one shape, worked out once; and the shape of h, for shrink."""
 
     launch: Launch
     grid: tuple[int, int, int]
-    h_shape: tuple[int, int, int]
+    h_shape: tuple[int, int, int] = (0, 0, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -274,6 +317,7 @@ def _plan_shrink(
     inputs: int,
     num_tiles: int,
     block_m: int,
+    entries: int,
 ) -> _Plan:
     columns = kinds.slices * kinds.rank
     tile = table.pick(gpu, pairs=pairs, inputs=inputs, columns=columns)
@@ -290,7 +334,7 @@ def _plan_shrink(
         **kinds.constants(gpu),
     )
     grid = (num_tiles, splits, triton.cdiv(columns, block_c))
-    return _Plan(launch, grid, (splits, pairs, columns))
+    return _Plan(launch, grid, (splits, entries, columns))
 
 
 @lru_cache(maxsize=4096)
@@ -298,20 +342,22 @@ def _plan_expand(
     table: TileTable,
     gpu: str,
     kinds: _Kinds,
+    by_row: bool,
     routed: bool,
     accumulate: bool,
-    h_shape: tuple[int, int, int],
+    splits: int,
+    pairs: int,
     width: int,
     num_tiles: int,
     most: int,
 ) -> _Plan:
-    splits, pairs, columns = h_shape
-    tile = table.pick(gpu, pairs=pairs, outputs=width, columns=columns)
+    tile = table.pick(gpu, pairs=pairs, outputs=width, columns=kinds.slices * kinds.rank)
     block_m = min(tile["BM"], most)
     parts = most // block_m
     loops = min(tile["LOOPS"], triton.cdiv(width, tile["BN"]))
     launch = bound(
         expand,
+        BY_ROW=by_row,
         ROUTED=routed,
         ACCUMULATE=accumulate,
         SPLITS=splits,
@@ -319,6 +365,7 @@ def _plan_expand(
         PARTS=parts,
         BN=tile["BN"],
         LOOPS=loops,
+        AHEAD=tile["AHEAD"],
         BR=max(16, triton.next_power_of_2(kinds.rank)),
         VEC=vector_of(kinds.rank),
         num_warps=tile.num_warps,
@@ -326,7 +373,7 @@ def _plan_expand(
         **kinds.constants(gpu),
     )
     grid = (num_tiles * parts, triton.cdiv(width, tile["BN"] * loops), kinds.slices)
-    return _Plan(launch, grid, h_shape)
+    return _Plan(launch, grid)
 
 
 def _sizes(routing: MoERouting) -> tuple[int, int, int]:

@@ -18,12 +18,13 @@ from typing_extensions import override
 
 from lora_core.errors import TensorMismatchError
 from lora_core.layers.moe import CoreConfig, ExpertsCore, ExpertsDeltas
-from lora_core.moe import MoERouting
+from lora_core.triton_kit import Tile, family
+from lora_core_moe_virtual_experts import tiles
 from lora_core_moe_virtual_experts.kernels.bound import bound
+from lora_core_moe_virtual_experts.kernels.combine import combine_pairs
 from lora_core_moe_virtual_experts.kernels.product import experts_product
-from lora_core_moe_virtual_experts.kernels.route import launch_route
+from lora_core_moe_virtual_experts.kernels.route import launch_row_route
 
-_BLOCK_M = 16
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -136,51 +137,55 @@ class TritonExpertsCore(ExpertsCore):
     ) -> Tensor:
         if not topk_ids.numel():
             return hidden_states if self.config.inplace else torch.empty_like(hidden_states)
-        tiles = launch_route(
-            MoERouting(
-                topk_ids=topk_ids,
-                topk_weights=topk_weights,
-                slots=torch.zeros(len(topk_ids), dtype=torch.int32, device=topk_ids.device),
-                num_experts=self.num_experts,
-                num_slots=1,
-            ),
-            _BLOCK_M,
+        tile = tiles.PRODUCT.pick(
+            family(hidden_states.device), spread=topk_ids.numel() // self.num_experts
         )
-        inner = self._product(hidden_states, self.gate_up, tiles, topk_ids.shape)
+        groups = launch_row_route(topk_ids.flatten(), self.num_experts, tile["BM"])
+        inner = self._product(hidden_states, self.gate_up, groups, topk_ids.shape, tile)
         if deltas is not None:
             deltas.gate_up(inner)
         activated = self.activation(inner)
-        pairs = self._product(activated, self.down, tiles, topk_ids.shape)
-        factors = topk_weights.float().unsqueeze(-1)
-        out = (pairs.float() * factors).sum(1).to(hidden_states.dtype)
+        pairs = self._product(activated, self.down, groups, topk_ids.shape, tile)
         if deltas is not None:
-            deltas.down(activated, out)
-        return hidden_states.copy_(out) if self.config.inplace else out
+            deltas.down(activated, pairs)
+        out = hidden_states if self.config.inplace else torch.empty_like(hidden_states)
+        block_n = 512
+        bound(combine_pairs, TOP_K=topk_ids.shape[1], BN=block_n, num_warps=4)(
+            (topk_ids.shape[0], triton.cdiv(out.shape[1], block_n), 1),
+            *(pairs, topk_weights.contiguous(), out, out.shape[1]),
+        )
+        return out
 
     def _product(
         self,
         x: Tensor,
         weight: ExpertsWeight,
-        tiles: tuple[Tensor, Tensor, Tensor],
+        groups: tuple[Tensor, Tensor],
         shape: torch.Size,
+        tile: Tile,
     ) -> Tensor:
         outputs, packed = weight.data.shape[1], weight.scales is not None
         out = torch.empty(*shape, outputs, dtype=x.dtype, device=x.device)
-        block_n = 64
         bound(
             experts_product,
             TOP_K=shape[1],
             PAIRS=x.dim() == 3,
             INT4=packed,
             GROUP=weight.group,
-            BM=_BLOCK_M,
-            BN=block_n,
-            BK=64,
-            num_warps=4,
-            num_stages=3,
+            BM=tile["BM"],
+            BN=tile["BN"],
+            BK=tile["BK"],
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )(
-            (tiles[1].shape[0], triton.cdiv(outputs, block_n), 1),
-            *(x, weight.data, weight.data if weight.scales is None else weight.scales, out, *tiles),
+            (groups[1].shape[0], triton.cdiv(outputs, tile["BN"]), 1),
+            *(
+                x,
+                weight.data,
+                weight.data if weight.scales is None else weight.scales,
+                out,
+                *groups,
+            ),
             *(weight.in_features, outputs, self.num_experts, x.stride(-2)),
         )
         return out

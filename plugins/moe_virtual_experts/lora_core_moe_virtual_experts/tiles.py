@@ -41,6 +41,19 @@ ROUTE = TileTable(
     ),
 )
 
+ROWS = TileTable(
+    "virtual experts rows",
+    ("rows",),
+    (
+        Rule(
+            Tile({"GROUPED": 0, "BM": 16}),
+            "A of a slot stays in the cache: reading it once per row costs less than sorting rows",
+            where={"rows": (0, 256)},
+        ),
+        Rule(Tile({"GROUPED": 1, "BM": 64}), "as pairs are grouped when many share a key"),
+    ),
+)
+
 SHRINK = TileTable(
     "virtual experts shrink",
     ("pairs", "inputs", "columns"),
@@ -97,38 +110,59 @@ EXPAND = TileTable(
     ("pairs", "outputs", "columns"),
     (
         Rule(
-            Tile({"BM": 16, "BN": 256, "LOOPS": 1}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 256, "LOOPS": 1, "AHEAD": 1}, num_warps=4, num_stages=2),
             "with shrink, T=8: Qwen 7.8 and 6.0 us, DeepSeek 14.8 and 11.8; blocks of 128 8.2 to 15.8",
             where={"pairs": (0, 128)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 128, "LOOPS": 3}, num_warps=2, num_stages=2),
+            Tile({"BM": 16, "BN": 128, "LOOPS": 3, "AHEAD": 1}, num_warps=2, num_stages=2),
             "with shrink, Qwen T=32: 17.3 and 13.1 us; one block of 512 19.3 and 13.5",
             where={"pairs": (0, 512), "outputs": (0, 2048)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 128, "LOOPS": 2}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 128, "LOOPS": 2, "AHEAD": 1}, num_warps=4, num_stages=2),
             "with shrink, DeepSeek T=32: 36.4 and 27.8 us, with one warp 39.5 and 32.5",
             where={"pairs": (0, 512)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 128, "LOOPS": 2}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 128, "LOOPS": 2, "AHEAD": 1}, num_warps=4, num_stages=2),
             "with shrink, T=128: Qwen 41.9 and 29.8 us, DeepSeek gate_up 57.5",
             where={"pairs": (0, 2048), "outputs": (0, 2048)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 256, "LOOPS": 3}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 256, "LOOPS": 3, "AHEAD": 1}, num_warps=4, num_stages=2),
             "with shrink, DeepSeek T=128 down: 46.5 us, blocks of 128 48.3",
             where={"pairs": (0, 2048)},
         ),
         Rule(
-            Tile({"BM": 16, "BN": 128, "LOOPS": 8}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 128, "LOOPS": 8, "AHEAD": 1}, num_warps=4, num_stages=2),
             "with shrink, Qwen T=2048: 83 and 71 us, parts of 32 85 and 74",
             where={"pairs": (0, 32768)},
         ),
         Rule(
-            Tile({"BM": 32, "BN": 128, "LOOPS": 8}, num_warps=4, num_stages=2),
+            Tile({"BM": 32, "BN": 128, "LOOPS": 8, "AHEAD": 1}, num_warps=4, num_stages=2),
             "with shrink, Qwen T=8192: 195 and 217 us, parts of 64 245 and 284",
+        ),
+    ),
+)
+
+PRODUCT = TileTable(
+    "experts product",
+    ("spread",),
+    (
+        Rule(
+            Tile({"BM": 16, "BN": 64, "BK": 128}, num_warps=4, num_stages=4),
+            "few pairs an expert: its weights are what is read, once",
+            where={"spread": (0, 15)},
+        ),
+        Rule(
+            Tile({"BM": 64, "BN": 128, "BK": 64}, num_warps=4, num_stages=4),
+            "a tile that most groups fill",
+            where={"spread": (0, 127)},
+        ),
+        Rule(
+            Tile({"BM": 128, "BN": 128, "BK": 64}, num_warps=8, num_stages=4),
+            "large groups: as many products per load as registers hold",
         ),
     ),
 )

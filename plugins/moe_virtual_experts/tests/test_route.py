@@ -8,7 +8,11 @@ import torch
 from lora_core import MoERouting
 from lora_core_moe_virtual_experts.backend import VirtualExpertsBackend
 from lora_core_moe_virtual_experts.kernels import route as route_module
-from lora_core_moe_virtual_experts.kernels.route import launch_route, max_tiles
+from lora_core_moe_virtual_experts.kernels.route import (
+    launch_route,
+    launch_row_route,
+    max_tiles,
+)
 
 pytestmark = pytest.mark.skipif(
     VirtualExpertsBackend.unavailable_reason() is not None,
@@ -52,14 +56,13 @@ def keys_of(routing):
 def test_sorts_and_tiles(chunked, tokens, slots, experts, top_k, monkeypatch):
     if chunked:
         monkeypatch.setattr(route_module, "FEW_PAIRS", 0)
+    monkeypatch.setattr(route_module, "COMPACT_FROM", 60)
     routing = make(tokens, slots, experts, top_k)
-    order, table, count = (tensor.cpu() for tensor in launch_route(routing, 16))
+    order, table = (tensor.cpu() for tensor in launch_route(routing, 16))
     keys = keys_of(routing)
     assert torch.equal(order.long(), torch.sort(keys, stable=True).indices)
-    assert count.item() <= len(table) == max_tiles(routing, 16)
-    found = sorted(
-        (t for t in table[: count.item()].tolist() if t[2] > 0), key=lambda tile: tile[1]
-    )
+    assert len(table) == max_tiles(tokens * top_k, slots * experts, 16)
+    found = sorted((t for t in table.tolist() if t[2] > 0), key=lambda tile: tile[1])
     expected, first = [], 0
     for key, size in zip(*torch.unique(keys, return_counts=True), strict=True):
         expected += [
@@ -82,13 +85,24 @@ def test_the_bound_on_tiles_holds_for_the_worst_routing(chunked, monkeypatch):
         num_experts=12,
         num_slots=1,
     )
-    _, table, count = launch_route(routing, 16)
-    assert int((table[: int(count), 2] == 1).sum()) == 12
+    _, table = launch_route(routing, 16)
+    assert int((table[:, 2] == 1).sum()) == 12
+
+
+@pytest.mark.parametrize("few", [0, 2048], ids=["many", "few"])
+def test_rows_are_sorted_by_slot(few, monkeypatch):
+    """Where experts share A; slots out of range come last."""
+    monkeypatch.setattr(route_module, "FEW_PAIRS", few)
+    slots = torch.tensor([2, 0, -1, 2, 1, 3, 2, 0, -5, 2], dtype=torch.int32, device=DEVICE)
+    order, table = (tensor.cpu() for tensor in launch_row_route(slots, 3, 2))
+    assert order.tolist() == [1, 7, 4, 0, 3, 6, 9, 2, 5, 8]
+    real = sorted(tile[:3] for tile in table.tolist() if tile[2] > 0)
+    assert real == [[0, 0, 2], [1, 2, 1], [2, 3, 2], [2, 5, 2], [3, 7, 2], [3, 9, 1]]
 
 
 @pytest.mark.slow
 def test_no_table_outgrows_shared_memory():
     """K33: 32 slots of 512 experts, more pairs than one launch compares."""
     routing = make(300, 32, 512, 8)
-    order, _, _ = launch_route(routing, 16)
+    order, _ = launch_route(routing, 16)
     assert torch.equal(order.cpu().long(), torch.sort(keys_of(routing), stable=True).indices)

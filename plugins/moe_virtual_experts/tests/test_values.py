@@ -36,8 +36,9 @@ def form(request, monkeypatch):
     """Both forms at every size, with splits of K and blocks of N that do not divide."""
     grouped = FORMS[request.param]
     fix(monkeypatch, "ROUTE", GROUPED=grouped, BM=32 if grouped else 16)
+    fix(monkeypatch, "ROWS", GROUPED=grouped, BM=16)
     fix(monkeypatch, "SHRINK", BC=16, BK=16, SPLITS=3)
-    fix(monkeypatch, "EXPAND", BM=16, BN=16, LOOPS=2)
+    fix(monkeypatch, "EXPAND", BM=16, BN=16, LOOPS=3, AHEAD=2)
     return request.param
 
 

@@ -1,8 +1,8 @@
 """Expand: `out[pair, s * W + n] (+)= scaling * w[pair] * sum over r of B[key, s * W + n, r] * h[place, s, r]`.
 
-One program makes the output of one part of a tile for LOOPS blocks of one slice. It loads the next
-block's B and `out` before it multiplies the present one; and launched while shrink still runs, it
-loads the first before it waits for h.
+One program makes the output of one part of a tile for LOOPS blocks of one slice. It loads B and `out`
+AHEAD blocks before it multiplies; and launched while shrink still runs, it loads the first ones
+before it waits for h. Where all experts share A, h has one entry per row (BY_ROW), not per place.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
@@ -21,7 +21,7 @@ from lora_core_moe_virtual_experts.kernels.tile import load_tile
 
 @triton.jit
 def expand(
-    p_h,  # [SPLITS, P, SLICES * R] float32
+    p_h,  # [SPLITS, P, SLICES * R] float32; P counts rows where BY_ROW
     p_b,  # [S, E, SLICES * W, R]
     p_ranks,  # [S, SLICES] int32
     p_scalings,  # [S, SLICES] float32
@@ -29,7 +29,7 @@ def expand(
     p_out,  # [P, SLICES * W], changed
     p_order,  # see load_tile
     p_tiles,
-    p_num_tiles,
+    p_map,
     P,
     W,
     G,
@@ -41,6 +41,7 @@ def expand(
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
     GROUPED: tl.constexpr,
+    BY_ROW: tl.constexpr,
     ROUTED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     SLICES: tl.constexpr,
@@ -50,6 +51,7 @@ def expand(
     PARTS: tl.constexpr,
     BN: tl.constexpr,
     LOOPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BR: tl.constexpr,
     VEC: tl.constexpr,
     PDL: tl.constexpr,
@@ -62,7 +64,7 @@ def expand(
         index % PARTS,
         p_order,
         p_tiles,
-        p_num_tiles,
+        p_map,
         G,
         S,
         E,
@@ -71,6 +73,9 @@ def expand(
         GROUPED,
         BM,
     )
+    if count <= 0:
+        _end_after_shrink(PDL)
+        return
     live = key < S * E
     slot = key // E
     factor = tl.load(p_scalings + slot * SLICES + s, mask=live, other=0.0)
@@ -96,9 +101,13 @@ def expand(
     if ROUTED:
         factors *= tl.load(p_weights + pairs, mask=m_pairs, other=0.0).to(tl.float32)
     b_b, b_old = _load_block(p_b_ranks, m_vectors, p_rows, m_pairs, columns, W, s_row, ACCUMULATE)
-    if (rank == 0) | (count <= 0):
-        if PDL:  # a kernel after this one relies on shrink having finished
-            cuda.gdc_wait()
+    b_b2, b_old2 = b_b, b_old
+    if (AHEAD > 1) & (LOOPS > 1):
+        b_b2, b_old2 = _load_block(
+            p_b_ranks, m_vectors, p_rows, m_pairs, columns + BN, W, s_row, ACCUMULATE
+        )
+    if rank == 0:
+        _end_after_shrink(PDL)
         if not ACCUMULATE:
             zeros = tl.zeros([BM, BN], p_out.dtype.element_ty)
             for loop in tl.static_range(LOOPS):
@@ -108,6 +117,9 @@ def expand(
 
     if PDL:
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    if BY_ROW:
+        places = pairs // TOP_K
     h = tl.zeros([BM, BR], tl.float32)
     for split in tl.static_range(SPLITS):
         h_rows = (split * P + places).to(tl.int64) * (SLICES * R) + s * R
@@ -117,16 +129,27 @@ def expand(
     for loop in tl.static_range(LOOPS):
         here = columns + loop * BN
         now_b, now_old = b_b, b_old
-        if loop + 1 < LOOPS:
-            b_b, b_old = _load_block(
-                p_b_ranks, m_vectors, p_rows, m_pairs, here + BN, W, s_row, ACCUMULATE
+        b_b, b_old = b_b2, b_old2
+        if loop + AHEAD < LOOPS:
+            b_b2, b_old2 = _load_block(
+                p_b_ranks, m_vectors, p_rows, m_pairs, here + AHEAD * BN, W, s_row, ACCUMULATE
             )
+            if AHEAD == 1:
+                b_b, b_old = b_b2, b_old2
         now_b = tl.where(m_ranks[None, :], now_b, 0.0)
         acc = dot(h, tl.trans(now_b), tl.zeros([BM, BN], tl.float32)) * factors[:, None]
         if ACCUMULATE:
             acc += now_old.to(tl.float32)
         mask = m_pairs[:, None] & (here < W)[None, :]
         tl.store(p_rows + here[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _end_after_shrink(PDL: tl.constexpr):
+    """Of a program that needs no h: kernels after this one rely on shrink having ended, so one waits."""
+    if PDL:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+            cuda.gdc_wait()
 
 
 @triton.jit

@@ -23,7 +23,13 @@ def load_keys(
     TOP_K: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    """int32, one key per entry of `pairs`; S * E where masked, inert or out of range."""
+    """int32, one key per entry of `pairs`; S * E where masked, inert or out of range.
+
+    TOP_K of 0: the entries are rows, not pairs, and their key is their slot; E is 1.
+    """
+    if TOP_K == 0:
+        slots = tl.load(p_slots + pairs, mask=m_pairs, other=-1)
+        return tl.where((slots >= 0) & (slots < S), slots, S).to(tl.int32)
     ids = tl.load(p_ids + pairs, mask=m_pairs, other=-1)
     if HAS_MAP:
         m_known = (ids >= 0) & (ids < G)

@@ -25,7 +25,6 @@ def experts_product(
     p_out,  # [P, N], written
     p_order,  # see load_tile; all slots are 0
     p_tiles,
-    p_num_tiles,
     K,
     N,
     E,
@@ -40,7 +39,7 @@ def experts_product(
 ):
     """One tile, one block of N: program (tile, block)."""
     expert, count, _places, pairs, m_pairs = load_tile(
-        tl.program_id(0), 0, p_order, p_tiles, p_num_tiles, 0, 1, E, TOP_K, False, True, BM
+        tl.program_id(0), 0, p_order, p_tiles, p_order, 0, 1, E, TOP_K, False, True, BM
     )
     if count <= 0:
         return

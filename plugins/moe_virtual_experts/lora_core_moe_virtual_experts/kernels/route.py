@@ -51,7 +51,6 @@ def route_few(
     p_map,  # [G] - global id -> local expert
     p_order,  # [P] int32, out - pairs by place
     p_tiles,  # [P, 4] int32, out - the tile that begins at a place, of 0 pairs where none does
-    p_num_tiles,  # [1] int32, out
     P,
     G,
     S,
@@ -61,8 +60,11 @@ def route_few(
     BM: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BR pairs against all others, which are at most BC."""
+    if PDL:
+        cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     m_rows = rows < P
     keys = load_keys(p_ids, p_slots, p_map, rows, m_rows, G, S, E, TOP_K, HAS_MAP)
@@ -78,8 +80,31 @@ def route_few(
     tl.store(p_order + places, rows, mask=m_rows)
     pairs = tl.where(begins, tl.minimum(equal - earlier, BM), 0)
     _store_tile(p_tiles + places * 4, tl.where(begins, keys, S * E), places, pairs, m_rows)
-    if tl.program_id(0) == 0:
-        tl.store(p_num_tiles, P)
+
+
+@triton.jit
+def compact_tiles(
+    p_sparse,  # [P, 4] int32 - tiles of route_few
+    p_tiles,  # [TILES, 4] int32, out - those of at least one pair in the same order, then empty ones
+    P,
+    TILES,
+    BC: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All tiles, at most BC of them, in one program."""
+    if PDL:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    places = tl.arange(0, BC)
+    m_places = places < P
+    keys = tl.load(p_sparse + places * 4, mask=m_places, other=0)
+    firsts = tl.load(p_sparse + places * 4 + 1, mask=m_places, other=0)
+    pairs = tl.load(p_sparse + places * 4 + 2, mask=m_places, other=0)
+    real = (pairs > 0).to(tl.int32)
+    at = tl.cumsum(real, 0) - real
+    _store_tile(p_tiles + at * 4, keys, firsts, pairs, pairs > 0)
+    m_rest = (places >= tl.sum(real, 0)) & (places < TILES)
+    _store_tile(p_tiles + places * 4, keys * 0, firsts * 0, pairs * 0, m_rest)
 
 
 @triton.jit
@@ -98,8 +123,11 @@ def count_chunks(
     HAS_MAP: tl.constexpr,
     CHUNK: tl.constexpr,
     BR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BR pairs against the others of their chunk."""
+    if PDL:
+        cuda.gdc_launch_dependents()
     first = tl.program_id(0) * BR
     rows = first + tl.arange(0, BR)
     m_rows = rows < P
@@ -131,6 +159,7 @@ def scan_counts(
     """BKEY keys over all chunks, BCH at a time: column sums, then sums within the block."""
     if PDL:
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     keys = block * BKEY + tl.arange(0, BKEY)
     m_keys = keys < KEYS
@@ -158,11 +187,11 @@ def place_pairs(
     p_totals,  # [3, KEYS] int32 - see scan_counts
     p_blocks,  # [2, blocks] int32
     p_order,  # [P] int32, out - pairs by place
-    p_tiles,  # [tiles, 4] int32, out
-    p_num_tiles,  # [1] int32, out
+    p_tiles,  # [TILES, 4] int32, out - in the order of keys, then empty ones
     P,
     KEYS,
     BLOCKS,
+    TILES,  # at most P
     BM: tl.constexpr,
     BKEY: tl.constexpr,
     BB: tl.constexpr,
@@ -173,6 +202,7 @@ def place_pairs(
     """BR pairs: where each goes, and the tiles that begin with one of them."""
     if PDL:
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     first = tl.program_id(0) * BR
     rows = first + tl.arange(0, BR)
     m_rows = rows < P
@@ -194,12 +224,14 @@ def place_pairs(
     tl.store(p_order + places, rows, mask=m_rows)
     m_tile = m_rows & (rank % BM == 0)
     _store_tile(p_tiles + tiles * 4, keys, places, tl.minimum(total - rank, BM), m_tile)
-    if tl.program_id(0) == 0:
-        tl.store(p_num_tiles, tl.sum(tiles_of, 0))
+    m_rest = (rows >= tl.sum(tiles_of, 0)) & (rows < TILES)
+    _store_tile(p_tiles + rows * 4, keys * 0, keys * 0, keys * 0, m_rest)
 
 
 FEW_PAIRS = 2048
 """Comparing all with all costs P * P: up to here cheaper than two more launches."""
+COMPACT_FROM = 257
+"""Fewer pairs than this keep one tile per pair, empty or not: launching those costs less than a kernel."""
 _CHUNK = 256
 _ROWS = 32
 _COUNT_ROWS = 16  # 40 registers; with 32 rows 96, and a quarter of the programs at a time
@@ -208,13 +240,20 @@ _SCAN_ELEMENTS = 8192
 _FEW_ELEMENTS = 8192  # comparisons of one program
 
 
-def max_tiles(routing: MoERouting, block_m: int) -> int:
-    """A bound on the tiles of any routing of these sizes: what the grids of other kernels cover."""
-    pairs, keys = routing.topk_ids.numel(), routing.num_slots * routing.num_experts + 1
-    return pairs if pairs <= FEW_PAIRS else min(pairs, pairs // block_m + keys)
+def max_tiles(pairs: int, virtual_experts: int, block_m: int) -> int:
+    """A bound on the tiles of any routing of these sizes: what the grids of other kernels cover.
+
+    Args:
+        pairs: P.
+        virtual_experts: S * E.
+        block_m: BM, most pairs of a tile.
+    """
+    if pairs <= FEW_PAIRS and pairs < COMPACT_FROM:
+        return pairs
+    return min(pairs, pairs // block_m + virtual_experts + 1)
 
 
-def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
+def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor]:
     """Sort the pairs of a routing on its device.
 
     Args:
@@ -222,34 +261,60 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
         block_m: BM, most pairs of a tile.
 
     Returns:
-        order int32 `[P]`; tiles int32 `[max_tiles, 4]` of (key, first place, pairs, unused); and how
-        many of them exist, int32 `[1]`.
+        order int32 `[P]`; tiles int32 `[max_tiles, 4]` of (key, first place, pairs, unused), some of
+        them of 0 pairs.
     """
     ids, slots, mapping = routing.topk_ids, routing.slots, routing.expert_map
     assert slots is not None
-    pairs, device = ids.numel(), ids.device
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(max_tiles(routing, block_m), TILE_WORDS, dtype=torch.int32, device=device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    kinds = {"TOP_K": routing.top_k, "HAS_MAP": mapping is not None}
-    sources = (ids, slots, ids if mapping is None else mapping)
-    sizes = (
-        pairs,
-        0 if mapping is None else mapping.shape[0],
-        routing.num_slots,
-        routing.num_experts,
+    return _sort(
+        (ids, slots, ids if mapping is None else mapping),
+        (ids.numel(), 0 if mapping is None else mapping.shape[0]),
+        (routing.num_slots, routing.num_experts),
+        {"TOP_K": routing.top_k, "HAS_MAP": mapping is not None},
+        block_m,
     )
-    programs = triton.cdiv(pairs, _ROWS)
+
+
+def launch_row_route(slots: Tensor, num_slots: int, block_m: int) -> tuple[Tensor, Tensor]:
+    """Sort rows by slot alone, see `launch_route`.
+
+    Args:
+        slots: int32 `[T]`.
+        num_slots: S.
+        block_m: BM, most rows of a tile.
+    """
+    kinds = {"TOP_K": 0, "HAS_MAP": False}
+    return _sort((slots, slots, slots), (slots.shape[0], 0), (num_slots, 1), kinds, block_m)
+
+
+def _sort(
+    sources: tuple[Tensor, Tensor, Tensor],
+    entries: tuple[int, int],
+    pool: tuple[int, int],
+    kinds: dict[str, object],
+    block_m: int,
+) -> tuple[Tensor, Tensor]:
+    """Ids, slots and map; P and G; S and E: sorted as `launch_route` says."""
+    device, (pairs, _), keys = sources[0].device, entries, pool[0] * pool[1] + 1
+    num_tiles = max_tiles(pairs, keys - 1, block_m)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty(num_tiles, TILE_WORDS, dtype=torch.int32, device=device)
     overlap = family(device) in DEPENDENT_LAUNCH
-    pdl = {"PDL": overlap, "launch_pdl": overlap}
+    triggers, pdl = {"PDL": overlap}, {"PDL": overlap, "launch_pdl": overlap}
     if pairs <= FEW_PAIRS:
         compared = max(16, triton.next_power_of_2(pairs))
         rows = max(1, _FEW_ELEMENTS // compared)
-        launch = bound(route_few, BM=block_m, BR=rows, BC=compared, num_warps=8, **kinds)
-        launch((triton.cdiv(pairs, rows), 1, 1), *sources, order, tiles, num_tiles, *sizes)
-        return order, tiles, num_tiles
+        compacted = pairs >= COMPACT_FROM
+        found = (
+            torch.empty(pairs, TILE_WORDS, dtype=torch.int32, device=device) if compacted else tiles
+        )
+        few = bound(route_few, BM=block_m, BR=rows, BC=compared, num_warps=8, **kinds, **triggers)
+        few((triton.cdiv(pairs, rows), 1, 1), *sources, order, found, *entries, *pool)
+        if compacted:
+            compact = bound(compact_tiles, BC=compared, num_warps=8, **pdl)
+            compact((1, 1, 1), found, tiles, pairs, num_tiles)
+        return order, tiles
 
-    keys = routing.num_slots * routing.num_experts + 1
     chunks = triton.cdiv(pairs, _CHUNK)
     key_block = max(16, triton.next_power_of_2(triton.cdiv(keys, _MAX_BLOCKS)))
     blocks = triton.cdiv(keys, key_block)
@@ -258,8 +323,11 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
     counts = torch.zeros(chunks, keys, dtype=torch.int32, device=device)
     totals = torch.empty(3, keys, dtype=torch.int32, device=device)
     sums = torch.empty(2, blocks, dtype=torch.int32, device=device)
-    count = bound(count_chunks, CHUNK=_CHUNK, BR=_COUNT_ROWS, num_warps=4, **kinds)
-    count((triton.cdiv(pairs, _COUNT_ROWS), 1, 1), *sources, ranked, counts, *sizes, keys)
+    count = bound(count_chunks, CHUNK=_CHUNK, BR=_COUNT_ROWS, num_warps=4, **kinds, **triggers)
+    count(
+        (triton.cdiv(pairs, _COUNT_ROWS), 1, 1),
+        *(*sources, ranked, counts, *entries, *pool, keys),
+    )
     scan = bound(scan_counts, BM=block_m, BCH=chunk_block, BKEY=key_block, num_warps=8, **pdl)
     scan((blocks, 1, 1), counts, totals, sums, chunks, keys)
     place = bound(
@@ -272,8 +340,7 @@ def launch_route(routing: MoERouting, block_m: int) -> tuple[Tensor, Tensor, Ten
         **pdl,
     )
     place(
-        (programs, 1, 1),
-        *(ranked, counts, totals, sums, order, tiles, num_tiles),
-        *(pairs, keys, blocks),
+        (triton.cdiv(pairs, _ROWS), 1, 1),
+        *(ranked, counts, totals, sums, order, tiles, pairs, keys, blocks, num_tiles),
     )
-    return order, tiles, num_tiles
+    return order, tiles

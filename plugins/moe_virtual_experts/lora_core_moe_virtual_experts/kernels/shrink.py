@@ -1,7 +1,8 @@
 """Shrink: `h[split, place, s * R + r] = sum over k of one split of A[key, s, r, k] * x[row, k]`.
 
 One program multiplies the rows of one tile with the live rows of its virtual expert's A over one
-split of K. The splits are summed by expand, in fixed order.
+split of K. The splits are summed by expand, in fixed order. Where all experts of an adapter share A,
+the tiles are of rows, not of pairs (TOP_K of 0), and h has one entry per row, in the rows' order.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
@@ -23,10 +24,10 @@ def shrink(
     p_x,  # [T, K], or [P, K] where PAIRS - rows
     p_a,  # [S, E, slices, R, K]
     p_ranks,  # [S, slices] int32
-    p_h,  # [SPLITS, P, slices * R] float32, out
+    p_h,  # [SPLITS, P, slices * R] float32, out; P counts rows where TOP_K is 0
     p_order,  # see load_tile
     p_tiles,
-    p_num_tiles,
+    p_map,
     P,
     K,
     G,
@@ -56,7 +57,7 @@ def shrink(
     tile = tl.program_id(0)
     split = tl.program_id(1)
     key, count, places, pairs, m_pairs = load_tile(
-        tile, 0, p_order, p_tiles, p_num_tiles, G, S, E, TOP_K, HAS_MAP, GROUPED, BM
+        tile, 0, p_order, p_tiles, p_map, G, S, E, TOP_K, HAS_MAP, GROUPED, BM
     )
     if (key >= S * E) | (count <= 0):
         return
@@ -70,7 +71,11 @@ def shrink(
         m_a = m_columns
         if tl.max(ranks, 0) == 0:
             return
-    rows = pairs if PAIRS else pairs // TOP_K
+    rows = pairs
+    if TOP_K == 0:
+        places = pairs
+    elif not PAIRS:
+        rows = pairs // TOP_K
     p_rows = p_x + rows.to(tl.int64) * s_x
     p_a_rows = (
         p_a

@@ -18,7 +18,7 @@ def load_tile(
     part,  # which BM of its pairs
     p_order,  # [P] int32 - pairs by place; the expert ids [P] where not GROUPED
     p_tiles,  # [tiles, 4] int32 - key, first place, pairs; the slots [T] where not GROUPED
-    p_num_tiles,  # [1] int32; the expert map [G] where not GROUPED
+    p_map,  # the expert map [G]; read where not GROUPED
     G,
     S,
     E,
@@ -34,18 +34,14 @@ def load_tile(
     """
     lanes = tl.arange(0, BM)
     if GROUPED:
-        key = S * E
-        first = 0
-        count = 0
-        if tile < tl.load(p_num_tiles):
-            key = tl.load(p_tiles + tile * 4)
-            first = tl.load(p_tiles + tile * 4 + 1) + part * BM
-            count = tl.load(p_tiles + tile * 4 + 2) - part * BM
+        key = tl.load(p_tiles + tile * 4)
+        first = tl.load(p_tiles + tile * 4 + 1) + part * BM
+        count = tl.load(p_tiles + tile * 4 + 2) - part * BM
         m_pairs = lanes < count
         places = first + lanes
         pairs = tl.load(p_order + places, mask=m_pairs, other=0)
     else:
-        key = load_keys(p_order, p_tiles, p_num_tiles, tile, True, G, S, E, TOP_K, HAS_MAP)
+        key = load_keys(p_order, p_tiles, p_map, tile, True, G, S, E, TOP_K, HAS_MAP)
         count = 1
         m_pairs = lanes < 1
         places = tile + lanes
