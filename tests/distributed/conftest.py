@@ -14,11 +14,8 @@ NCCL = [
     Place("csgmv", "virtual_experts", "cuda", "nccl"),
     Place("torch", "torch", "cuda", "nccl"),
 ]
-PLACES = [
-    GLOO,
-    *(pytest.param(place, marks=pytest.mark.slow) for place in INTERPRETED),
-    *(pytest.param(place, marks=pytest.mark.cuda) for place in NCCL),
-]
+PLACES = [GLOO, *(pytest.param(place, marks=pytest.mark.cuda) for place in NCCL)]
+EVERYWHERE = [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in INTERPRETED)]
 
 
 @pytest.fixture(scope="session")
@@ -27,17 +24,16 @@ def worlds():
     made: dict[tuple[int, Place], World] = {}
 
     def world(size, place=GLOO):
-        return made.setdefault((size, place), World(size, place))
+        timeout = 300 if place in INTERPRETED else 60
+        return made.setdefault((size, place), World(size, place, timeout=timeout))
 
     yield world
     for each in made.values():
         each.close()
 
 
-@pytest.fixture(params=PLACES, ids=str)
-def place2(request, record_property):
-    """Every place where two ranks can be."""
-    place = request.param
+def available(place, request, record_property):
+    """The place, in the test's report; skips, or fails where devices are required, without them."""
     record_property("world", 2)
     record_property("transport", place.transport)
     record_property("backend", place.backend)
@@ -50,9 +46,27 @@ def place2(request, record_property):
     return place
 
 
+@pytest.fixture(params=PLACES, ids=str)
+def place2(request, record_property):
+    """Where two ranks can be."""
+    return available(request.param, request, record_property)
+
+
 @pytest.fixture
 def world2(worlds, place2):
     return worlds(2, place2)
+
+
+@pytest.fixture(params=EVERYWHERE, ids=str)
+def everywhere2(worlds, request, record_property):
+    """Plugins in the interpreter, too: slower than all else."""
+    return worlds(2, available(request.param, request, record_property))
+
+
+@pytest.fixture
+def nccl2(request, record_property):
+    """The place of two devices, for tests that start a world of their own."""
+    return available(NCCL[0], request, record_property)
 
 
 @pytest.fixture

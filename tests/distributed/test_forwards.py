@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lora_core import LoRARequest
 from lora_core.distributed import Forward
 from lora_core.errors import NoBatchPreparedError
 from tests.distributed.engine import H, Model, full_adapter, make, numbers
-from tests.distributed.world import GROUP_TIMEOUT, World
+from tests.distributed.world import GONE, GROUP_TIMEOUT, Place, World
 
 SOURCES = {
     "a": full_adapter(1),
@@ -39,12 +40,12 @@ def step_of(manager, model, pairs, x, *, lane=0, mode="prefill"):
         return model(x, live)
 
 
-def assert_right(model, out, x, pairs):
+def assert_right(model, out, x, pairs, sources=SOURCES):
     assert out.shape == x.shape
     start = 0
     for name, length in pairs:
         part = slice(start, start + length)
-        expected = model.expected(x[part], None if name is None else SOURCES[name])
+        expected = model.expected(x[part], None if name is None else sources[name])
         error = (out[part] - expected).abs().sum(1)
         assert (error <= 1e-5 * (1 + expected.abs().sum(1))).all(), error
         start += length
@@ -138,8 +139,8 @@ def test_every_rank_its_own_adapters(world2):
     world2.run(every_rank_its_own)
 
 
-def test_an_idle_rank_applies_the_others_adapters(world2):
-    slots = world2.run(idle_rank_applies_others_adapters)
+def test_an_idle_rank_applies_the_others_adapters(everywhere2):
+    slots = everywhere2.run(idle_rank_applies_others_adapters)
     assert slots[0] == slots[1]
 
 
@@ -225,27 +226,61 @@ def test_five_hundred_steps():
 # -- the end of a rank -----------------------------------------------------------------------------
 
 
-def dies(rank, size):
+def dies(rank, size, among_rows):
+    """The last rank dies in a forward; the others meet it in a collective of rows, or at the next forward."""
     manager, model = make(rank, size)
     load_all(manager)
     with manager.forward(Forward([LoRARequest("a", 1)])) as live:
         if rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        model(rows(rank, 0, 1), live)
+        if among_rows:
+            model(rows(rank, 0, 1), live).cpu()  # waits for the device
+    with manager.forward(Forward([LoRARequest("a", 1)])):
+        pytest.fail("it began")
+
+
+def end_of(size, place, among_rows, *, group_timeout):
+    """(outcomes, seconds until all were known, exit codes) of a world whose last rank dies."""
+    world = World(size, place, group_timeout=group_timeout)
+    try:
+        world.run(every_rank_its_own)
+        begin = time.monotonic()
+        outcomes = world.outcomes(dies, among_rows)
+        took = time.monotonic() - begin
+        for process, (_, text) in zip(world.processes, outcomes, strict=True):
+            if text == GONE:
+                process.join(10)
+        return outcomes, took, [process.exitcode for process in world.processes]
+    finally:
+        world.close()
+
+
+def assert_the_last_is_gone(outcomes, codes):
+    assert [ok for ok, _ in outcomes] == [False] * len(outcomes)
+    assert (outcomes[-1][1], codes[-1]) == (GONE, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_with_an_error(size):
-    world = World(size)
-    try:
-        world.run(every_rank_its_own)
-        begin = time.monotonic()
-        outcomes = world.outcomes(dies)
-        # neighbours at once; those who wait for a rank that waits, at the end of the group's timeout
-        assert time.monotonic() - begin < GROUP_TIMEOUT.total_seconds() + 15
-    finally:
-        world.close()
-    assert [ok for ok, _ in outcomes] == [False] * size
-    assert outcomes[-1][1] == "the process is gone"
+    outcomes, took, codes = end_of(size, Place(), among_rows=True, group_timeout=GROUP_TIMEOUT)
+    # neighbours at once; those who wait for a rank that waits, at the end of the group's timeout
+    assert took < GROUP_TIMEOUT.total_seconds() + 15
+    assert_the_last_is_gone(outcomes, codes)
     for _, text in outcomes[:-1]:
         assert "Error" in text.splitlines()[-1]  # of the collective, with what it says
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("among_rows", [True, False], ids=["among-rows", "at-the-next-forward"])
+def test_a_killed_rank_ends_the_others_on_devices(nccl2, among_rows):
+    """Hosts hear of it at once. A device waits for its peer until NCCL's watchdog ends the process."""
+    limit = timedelta(seconds=10)
+    outcomes, took, codes = end_of(2, nccl2, among_rows, group_timeout=limit)
+    assert_the_last_is_gone(outcomes, codes)
+    text = outcomes[0][1]
+    if among_rows:
+        assert took < limit.total_seconds() + 30
+        assert (text == GONE and codes[0] not in {0, None}) or "Error" in text.splitlines()[-1]
+    else:
+        assert took < limit.total_seconds()
+        assert "Error" in text.splitlines()[-1]

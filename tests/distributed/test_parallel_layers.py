@@ -257,18 +257,18 @@ def assert_all_forms(world):
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-def test_columns_over_two_ranks(world2, kind):
-    world2.run(column, kind)
+def test_columns_over_two_ranks(everywhere2, kind):
+    everywhere2.run(column, kind)
 
 
 @pytest.mark.parametrize("kind", ROW_FLAGS)
-def test_rows_over_two_ranks(world2, kind):
-    world2.run(row, kind)
+def test_rows_over_two_ranks(everywhere2, kind):
+    everywhere2.run(row, kind)
 
 
-def test_vocabulary_over_two_ranks(world2):
-    world2.run(embedding)
-    world2.run(head)
+def test_vocabulary_over_two_ranks(everywhere2):
+    everywhere2.run(embedding)
+    everywhere2.run(head)
 
 
 def test_saved_weights_and_biases_over_two_ranks(world2):

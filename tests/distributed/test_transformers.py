@@ -19,6 +19,7 @@ from lora_core.errors import (
 )
 from lora_core.integrations.transformers import attach, detach
 from lora_core.layers import parallel
+from tests.distributed import world
 
 COMMON = {
     "vocab_size": 64,
@@ -70,8 +71,8 @@ def write_model(folder, family):
 
 def generated(model, **options):
     out = model.generate(
-        input_ids=IDS,
-        attention_mask=MASK,
+        input_ids=IDS.to(model.device),
+        attention_mask=MASK.to(model.device),
         max_new_tokens=NEW,
         do_sample=False,
         return_dict_in_generate=True,
@@ -96,7 +97,7 @@ def serve(rank, size, folder):
     model = cut_model(folder, size)
     plain = generated(model)
     names = {name: type(module) for name, module in model.named_modules()}
-    manager = attach(model, "torch", max_loras=2, max_rank=4)
+    manager = attach(model, world.here.backend, max_loras=2, max_rank=4)
     assert isinstance(manager, RankedManager)
     kinds = {type(layer) for layer in manager.layers.values()}
     for name in TARGETS:
@@ -108,16 +109,16 @@ def serve(rank, size, folder):
     detach(model)
     assert {name: type(module) for name, module in model.named_modules()} == names
     assert all(torch.equal(a, b) for a, b in zip(generated(model), plain, strict=True))
-    return out, sorted(kind.__name__ for kind in kinds)
+    return [part.cpu() for part in out], sorted(kind.__name__ for kind in kinds)
 
 
 def refusals(rank, size, folder):
     model = cut_model(folder, size)
     with pytest.raises(UnsupportedOpError, match="max_cpu_loras"):
-        attach(model, "torch", max_cpu_loras=8)
-    manager = attach(model, "torch", max_loras=2, max_rank=4)
+        attach(model, world.here.backend, max_cpu_loras=8)
+    manager = attach(model, world.here.backend, max_loras=2, max_rank=4)
     with pytest.raises(AttachError):
-        attach(model, "torch")
+        attach(model, world.here.backend)
     with pytest.raises(AdapterMismatchError):
         manager.load_adapter("other", other_model())
     dora = other_model(inputs=COMMON["hidden_size"])
@@ -130,7 +131,7 @@ def refusals(rank, size, folder):
     assert manager.adapters() == {}
     manager.load_adapter("linears", folder / "linears")
     with pytest.raises(NoBatchPreparedError):
-        model(IDS)  # nobody said which adapter
+        model(IDS.to(model.device))  # nobody said which adapter
 
 
 def other_model(inputs=20):
@@ -162,7 +163,7 @@ def mixture(rank, size, folder):
     model = cut_model(folder, size)
     with torch.no_grad():
         plain = model(IDS).logits
-    manager = attach(model, "torch", max_loras=2, max_rank=4)
+    manager = attach(model, world.here.backend, max_loras=2, max_rank=4)
     assert not any("experts" in name for name in manager.layers)
     prefix = "base_model.model.model.layers.0"
     experts = {
@@ -179,7 +180,7 @@ def mixture(rank, size, folder):
 
 
 @pytest.mark.slow
-def test_experts_that_are_cut_are_left_alone(world2, tmp_path):
+def test_experts_that_are_cut_are_left_alone(gloo2, tmp_path):
     config = transformers.Qwen3MoeConfig(
         **COMMON, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
     )
@@ -190,7 +191,7 @@ def test_experts_that_are_cut_are_left_alone(world2, tmp_path):
     manager.load_adapter("attention", other_model(inputs=COMMON["hidden_size"]))
     with torch.no_grad():
         expected = whole(IDS, adapter_names=["attention", None, None, "attention"]).logits
-    for out in world2.run(mixture, tmp_path):
+    for out in gloo2.run(mixture, tmp_path):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -204,9 +205,9 @@ def test_two_ranks_answer_as_one_process(world2, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama-tied"}))
-def test_families(world2, tmp_path, family):
+def test_families(gloo2, tmp_path, family):
     folder = write_model(tmp_path, family)
-    results = world2.run(serve, folder)
+    results = gloo2.run(serve, folder)
     assert set(results[0][1]) >= KINDS
     assert_equal_to_one_process(results, folder)
 

@@ -15,10 +15,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
 GROUP_TIMEOUT = timedelta(seconds=20)
+GONE = "the process is gone"
+"""What is heard of a rank that ended."""
 PATIENCE = 5.0
 """Seconds that the other ranks have to say what they saw, after one has failed."""
 
@@ -103,7 +106,7 @@ class World:
                 try:
                     heard[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
-                    heard[rank] = (False, "the process is gone")
+                    heard[rank] = (False, GONE)
                 if not heard[rank][0] and patience is not None:
                     end = min(end, monotonic() + patience)
         return [heard[rank] for rank in range(self.size)]
@@ -114,9 +117,12 @@ class World:
         if self.place.device_type == "cpu":
             context.set_forkserver_preload(["tests.distributed.engine"])
         self.meeting = tempfile.TemporaryDirectory(prefix="lora-core-ranks-")
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # inherited
-        try:
+        inherited = {"OMP_NUM_THREADS": "1"}
+        if self.place.device_type == "cpu":
+            inherited["TRITON_INTERPRET"] = "1"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in inherited.items():
+                patch.setenv(name, value)
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 arguments = (rank, self.size, self.place, self.meeting.name, self.group_timeout)
@@ -125,11 +131,6 @@ class World:
                 theirs.close()
                 self.processes.append(process)
                 self.pipes.append(ours)
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
 
     def close(self) -> None:
         """Kill all processes and wait for them."""
@@ -176,11 +177,10 @@ def _join(rank: int, size: int, place: Place, meeting: str, group_timeout: timed
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["LOCAL_RANK"] = str(rank)  # transformers takes that device
-    if place.device_type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
-    else:
+    if place.device_type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one host
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast touches what other users of a host share
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # nothing to debug: tests kill ranks
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         place.transport,
