@@ -393,9 +393,9 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
 
     def _site_a(self, a: Tensor, slices: int, op: str) -> LoRAWeights:
         """A of a site, `[S, c·R, K]`, as one slice; B has the width 1 and is not read."""
+        self._check_buffer(a, "A", op)
         key = ("a", a.data_ptr(), a.shape, slices)
         if key not in self._weights:
-            self._check_buffer(a, "A", op)
             if not 1 <= slices <= MAX_SLICES or a.shape[1] % slices:
                 raise refuse(
                     op, limit=f"1 to {MAX_SLICES} slices of equal rank in A", value=f"{slices} slices in {tuple(a.shape)}"
@@ -412,9 +412,9 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
 
     def _site_b(self, b: Tensor, offsets: tuple[int, ...], op: str) -> LoRAWeights:
         """B of a site, `[S, N, R]`; A has the width 1 and is not read."""
+        self._check_buffer(b, "B", op)
         key = ("b", b.data_ptr(), b.shape, offsets)
         if key not in self._weights:
-            self._check_buffer(b, "B", op)
             slices = len(offsets) - 1
             if not 1 <= slices <= MAX_SLICES:
                 raise refuse(op, limit=f"1 to {MAX_SLICES} slices", value=f"offsets {offsets}")
