@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from lora_core import __version__, plugins
@@ -138,10 +139,10 @@ def _finding(
                 "pip install --upgrade " + ("lora-core" if newer else owners),
             )  # fmt: skip
         return Finding(name, family, owners, "broken", str(reason), _repair(owners, str(reason)))
-    return Finding(
-        name, family, owners, "unavailable", reason,
-        "nothing to repair; run it where it can, or choose another backend",
-    )  # fmt: skip
+    advice = "nothing to repair; run it where it can, or choose another backend"
+    if "CUDA" in reason and find_spec("triton") and "TRITON_INTERPRET" not in os.environ:
+        advice += "; kernels in Triton also run on a CPU, slowly, with TRITON_INTERPRET=1"
+    return Finding(name, family, owners, "unavailable", reason, advice)
 
 
 def _repair(distribution: str, reason: str) -> str:

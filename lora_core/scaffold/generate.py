@@ -157,7 +157,7 @@ def _files(name: str, ops: frozenset[str], kernel: Kernel) -> dict[str, str]:
     files["README.md"] = (
         fill(
             templates.README,
-            first_steps=templates.FIRST_STEPS,
+            first_steps=templates.FIRST_STEPS + (fill(templates.WITHOUT_GPU) if on_triton else ""),
             functions=" and ".join(
                 f"`{package}/{path}`"
                 for path in ("kernels.py", "moe_kernels.py")

@@ -34,6 +34,7 @@ $package = ["py.typed"]
 
 [tool.pytest.ini_options]
 testpaths = ["tests"]
+addopts = ["-ra"]  # says why a check was not run here
 """
 
 README = """\
@@ -60,6 +61,12 @@ FIRST_STEPS = """\
    is `LoRABackend`, or `MoELoRABackend`.
 3. Claim more in `capabilities`: dtypes, devices, ops, graphs. Each claim brings its own checks.
 4. Where there is a GPU: `pytest --lora-level standard --lora-require-device cuda`.
+"""
+
+WITHOUT_GPU = """
+Without a GPU the tests run the kernels in Triton's interpreter, which `tests/conftest.py` chooses.
+Outside of pytest choose it yourself: `TRITON_INTERPRET=1 lora-core check $name`, and the same before
+Python when a failing case is to be run alone.
 """
 
 PLUGIN = '''\

@@ -134,3 +134,25 @@ def test_what_cannot_be_is_refused_and_writes_nothing(
 def test_an_unknown_kernel_language_is_refused(tmp_path):
     with pytest.raises(PluginError, match="'cuda' is none of torch, triton"):
         new_backend("mine", kernel="cuda", directory=tmp_path / "mine")  # type: ignore[arg-type]
+
+
+def test_a_triton_plugin_says_how_to_run_without_a_gpu(tmp_path):
+    readmes = {
+        kernel: (new_backend("mine", kernel=kernel, directory=tmp_path / kernel) / "README.md").read_text()
+        for kernel in ("torch", "triton")
+    }  # fmt: skip
+    assert "`TRITON_INTERPRET=1 lora-core check mine`" in readmes["triton"]
+    assert "TRITON_INTERPRET" not in readmes["torch"]
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_the_doctor_knows_the_interpreter_too(monkeypatch, tmp_path, chosen):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = (
+        "import os, torch; torch.cuda.is_available = lambda: False\n"
+        f"os.environ.update({{'TRITON_INTERPRET': '1'}} if {chosen} else {{}})\n"
+        "from lora_core.doctor import examine\n"
+        "print(*(f'{f.state} {f.advice}' for f in examine().findings if f.name == 'triton'))"
+    )
+    told = run(sys.executable, "-c", code, at=tmp_path).strip()
+    assert told.endswith("with TRITON_INTERPRET=1" if not chosen else "available")
