@@ -60,6 +60,13 @@ def test_every_deprecation_leads_to_a_public_name():
         assert re.fullmatch(r"\d+\.\d+", entry.since)
 
 
+def test_the_page_has_every_environment_variable():
+    package = Path(lora_core.__file__).parent
+    source = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    variables = re.compile(r"\bLORA_CORE_[A-Z_]*[A-Z]\b")
+    assert set(variables.findall(PAGE)) == set(variables.findall(source))
+
+
 def test_generated_plugins_require_what_the_page_says(tmp_path):
     folder = new_backend("mine", directory=tmp_path / "mine")
     assert '"lora-core>=0.1,<0.2"' in (folder / "pyproject.toml").read_text()
