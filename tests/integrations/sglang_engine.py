@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-WHEEL = Path(sys.argv[1])
+WHEEL, DEVICE = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cpu"
 
 # -- around SGLang's lora package ----------------------------------------------------------------
 
@@ -40,9 +40,10 @@ def unpinned(function):
     return call
 
 
-for name in ("tensor", "zeros", "empty"):
-    setattr(torch, name, unpinned(getattr(torch, name)))
-torch.Tensor.pin_memory = lambda self: self
+if DEVICE == "cpu":
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self: self
 
 
 def package(name: str) -> None:
@@ -131,7 +132,7 @@ class ForwardBatch:
         mode = self.mode
         self.batch_size, self.extend_num_tokens = len(self.lengths), sum(self.lengths)
         self.extend_seq_lens_cpu = self.lengths
-        self.extend_seq_lens = torch.tensor(self.lengths, dtype=torch.int32)
+        self.extend_seq_lens = torch.tensor(self.lengths, dtype=torch.int32).to(DEVICE)
         self.return_logprob = self.logprob_starts is not None
         self.extend_logprob_start_lens_cpu = self.logprob_starts
         self.spec_info = SimpleNamespace(draft_token_num=self.lengths[0])
@@ -377,18 +378,23 @@ FORWARDS = {
     "logprobs": ForwardBatch("extend", ["two", None, "five"], [3, 2, 4], logprob_starts=[0, 1, 4]),
     "passes": ForwardBatch("extend", ["two", "eight", None, "five"], [3, 2, 4, 5], logprob_starts=[0, 0, 1, 0]),
 }  # fmt: skip
-GRAPHED = {  # afterwards, in fixed buffers; rows are padded to the bucket
-    "decode graph": (ForwardBatch("decode", ["two", None, "eight"], [1] * 3), 4),
-    "decode graph again": (ForwardBatch("decode", ["five", "five", None, "one"], [1] * 4), 6),
-    "decode graph base only": (ForwardBatch("decode", [None], [1]), 2),
-    "prefill graph": (ForwardBatch("extend", ["one", None, "eight"], [3, 2, 4]), 12),
-    "prefill graph again": (ForwardBatch("extend", ["five", "two"], [1, 6]), 12),
-}
+BASE_ONLY: list[str | None] = [None]
+GRAPHED = {  # a batch to capture, and batches to replay it with
+    "decode graph": (ForwardBatch("decode", BASE_ONLY * 6, [1] * 6), [
+        ForwardBatch("decode", ["two", None, "eight"], [1] * 3),
+        ForwardBatch("decode", ["five", "five", None, "one", "eight", "five"], [1] * 6),
+        ForwardBatch("decode", BASE_ONLY, [1]),
+    ]),
+    "prefill graph": (ForwardBatch("extend", BASE_ONLY * 2, [7, 5]), [
+        ForwardBatch("extend", ["one", None, "eight"], [3, 2, 4]),
+        ForwardBatch("extend", ["five", "two"], [1, 11]),
+    ]),
+}  # fmt: skip
 
 
 def run(backend: str, *, graphs: bool, without: str = "") -> tuple[LoRAManager, dict[str, tuple]]:
     """Outputs and what they should be, of every forward and site but `without`."""
-    model = Model()
+    model = Model().to(DEVICE)
     bases = {site: model.site(site).weight.data.clone() for site in SITES if site != without}
     manager = LoRAManager(
         base_model=model, base_hf_config=model.config, max_loras_per_batch=SLOTS, load_config=None,
@@ -404,48 +410,103 @@ def run(backend: str, *, graphs: bool, without: str = "") -> tuple[LoRAManager, 
         assert done.success, done.error_message
     results: dict[str, tuple] = {}
     for step, batch in FORWARDS.items():
-        forward(manager, model, bases, step, batch, sum(batch.lengths), results)
+        forward(manager, model, bases, step, batch, results)
     if graphs:
-        manager.init_decode_cuda_graph_batch_info(6, 1)
-        manager.init_prefill_cuda_graph_batch_info(12, 4)
-        for step, (batch, bucket) in GRAPHED.items():
-            forward(manager, model, bases, step, batch, bucket, results)
-            assert manager.lora_backend.batch_info.use_cuda_graph
+        graphed(manager, model, bases, results)
     manager.reset_lora_batch()
-    x = torch.randn(3, K)
+    x = torch.randn(3, K).to(DEVICE)
     y, _ = model.site("qkv_proj")(x)
     assert torch.equal(y, functional.linear(x, bases["qkv_proj"]))
     return manager, results
 
 
-def forward(manager, model, bases, step, batch, bucket, results) -> None:
+def inputs(step: str, site: str, rows: int) -> torch.Tensor:
+    """Random ones, of embed_tokens ids; the same for every backend."""
+    torch.manual_seed(sum(f"{step} {site}".encode()))
+    x = torch.randint(0, VOCAB, (rows,)) if site == "embed_tokens" else torch.randn(rows, SITES[site][0])  # fmt: skip
+    return x.to(DEVICE)
+
+
+def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def prepare(manager, batch: ForwardBatch) -> list[str | None]:
+    """The adapter of each row."""
     manager.fetch_new_loras(set(batch.lora_ids))
     manager.prepare_lora_batch(batch)
-    rows = [name for name, n in zip(batch.lora_ids, batch.lengths, strict=True) for _ in range(n)]
-    rows += [None] * (bucket - len(rows))
+    return [name for name, n in zip(batch.lora_ids, batch.lengths, strict=True) for _ in range(n)]
+
+
+def forward(manager, model, bases, step, batch, results) -> None:
+    rows = prepare(manager, batch)
     for site in bases:
-        layer = model.site(site)
-        torch.manual_seed(sum(f"{step} {site}".encode()))
-        x = torch.randn(bucket, SITES[site][0])
+        layer, x = model.site(site), inputs(step, site, len(rows))
         if site == "lm_head":
-            outputs = list(logits(manager, layer, batch, x, rows))
-        elif site == "embed_tokens":
-            ids = torch.randint(0, VOCAB, (bucket,))
-            x = functional.one_hot(ids, VOCAB)
-            outputs = [(layer(ids), x, rows)]
+            outputs = logits(layer, batch, x, rows)
         else:
-            outputs = [(layer(x)[0], x, rows)]
-        for number, (y, x, names) in enumerate(outputs):
-            idle = [row for row, name in enumerate(names) if name is None]
-            plain = functional.embedding(ids, bases[site]) if site == "embed_tokens" else functional.linear(x, bases[site])  # fmt: skip
-            assert torch.equal(y[idle], plain[idle]), (step, site)
-            results[f"{step} {site} {number}"] = (y, expected(site, x, bases[site], names))
+            outputs = [(call(layer, x), x, rows)]
+        for number, output in enumerate(outputs):
+            keep(results, f"{step} {site} {number}", site, bases, *output)
 
 
-def logits(manager, layer, batch, x, rows):
+def graphed(manager, model, bases, results) -> None:
+    """Forwards captured with the base model alone, replayed with adapters; rows past them are padding."""
+    manager.init_decode_cuda_graph_batch_info(6, 1)
+    manager.init_prefill_cuda_graph_batch_info(12, 4)
+    for kind, (first, batches) in GRAPHED.items():
+        room = sum(first.lengths)
+        prepare(manager, first)
+        recorded = {
+            site: record(manager, model.site(site), inputs(kind, site, room))
+            for site in bases
+            if (kind, site) != ("prefill graph", "lm_head")  # SGLang runs it after the graph
+        }
+        for number, batch in enumerate(batches):
+            step = f"{kind} {number}"
+            rows = prepare(manager, batch)
+            assert manager.lora_backend.batch_info.use_cuda_graph
+            for site, (x, y, replay) in recorded.items():
+                x.copy_(inputs(step, site, room))
+                replay()
+                keep(results, f"{step} {site}", site, bases, y, x, rows + [None] * (room - len(rows)))  # fmt: skip
+            if kind == "prefill graph":
+                outputs = logits(model.site("lm_head"), batch, inputs(step, "lm_head", room), rows)
+                for output in outputs:
+                    keep(results, f"{step} lm_head", "lm_head", bases, *output)
+
+
+def record(manager, layer, x):
+    """Input and output of a captured forward, and its replay; without a GPU, of one that is repeated."""
+
+    def once():
+        manager.reset_routing_cache()
+        return call(layer, x)
+
+    y = once()
+    if DEVICE == "cpu":
+        return x, y, lambda: y.copy_(once())
+    once()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = once()
+    return x, y, graph.replay
+
+
+def keep(results, key, site, bases, y, x, names) -> None:
+    idle = [row for row, name in enumerate(names) if name is None]
+    plain = functional.embedding(x, bases[site]) if site == "embed_tokens" else functional.linear(x, bases[site])  # fmt: skip
+    assert torch.equal(y[idle], plain[idle]), key
+    x = functional.one_hot(x, VOCAB) if site == "embed_tokens" else x
+    results[key] = y.cpu().clone(), expected(site, x.cpu(), bases[site].cpu(), names)
+
+
+def logits(layer, batch, x, rows):
     """lm_head as LogitsProcessor calls it: rows pruned, in several passes where they are many."""
     if batch.mode != "extend":
-        yield layer(x), x, rows
+        yield call(layer, x), x, rows
         return
     kept, at = [], 0
     for length, start in zip(batch.lengths, batch.logprob_starts or [n - 1 for n in batch.lengths], strict=True):  # fmt: skip
@@ -456,13 +517,13 @@ def logits(manager, layer, batch, x, rows):
     for number, chosen in enumerate(passes):
         if len(passes) > 1:
             layer.set_lm_head_pass(number)
-        yield layer(x[chosen]), x[chosen], [rows[row] for row in chosen]
+        yield call(layer, x[chosen]), x[chosen], [rows[row] for row in chosen]
     layer.reset_lm_head_pass()
 
 
 def told_to_sglang() -> dict[str, bool]:
     """Whether what SGLang's other kernels read of a batch is what its own Triton backend tells them."""
-    mine, theirs = (get_backend_from_name(name)(SLOTS, torch.device("cpu")) for name in ("lora_core", "triton"))  # fmt: skip
+    mine, theirs = (get_backend_from_name(name)(SLOTS, torch.device(DEVICE)) for name in ("lora_core", "triton"))  # fmt: skip
     mine.is_moe_lora = theirs.is_moe_lora = True
     slots = {None: 3, "two": 1, "eight": 0, "five": 2, "one": 0}
     ranks, scalings = [8, 2, 5, 0], [0.5, 1.5, 4.0, 0.0]
@@ -496,26 +557,31 @@ def experts(*, shared: bool) -> dict[str, float]:
     for slot, live in enumerate(ranks.tolist()):  # SGLang's pool holds zeros past an adapter's rank
         gate_up_a[slot, :, :, live:], down_a[slot, :, live:] = 0, 0
         gate_up_b[slot, ..., live:], down_b[slot, ..., live:] = 0, 0
+    tensors = {
+        "gate_up_lora_a_weights": gate_up_a.flatten(2, 3),
+        "gate_up_lora_b_weights": gate_up_b,
+        "down_lora_a_weights": down_a,
+        "down_lora_b_weights": down_b,
+        "seg_indptr": torch.arange(tokens + 1, dtype=torch.int32),
+        "req_to_lora": torch.tensor([1, 2, 3], dtype=torch.int32),
+        "lora_ranks": ranks,
+        "adapter_enabled": (ranks > 0).int(),
+        "token_lora_mapping": torch.tensor([1, -1, 3], dtype=torch.int32),
+    }
     info = lora_moe_runners.LoRAInfo(
-        gate_up_lora_a_weights=gate_up_a.flatten(2, 3),
-        gate_up_lora_b_weights=gate_up_b,
-        down_lora_a_weights=down_a,
-        down_lora_b_weights=down_b,
-        seg_indptr=torch.arange(tokens + 1, dtype=torch.int32),
-        req_to_lora=torch.tensor([1, 2, 3], dtype=torch.int32),
-        lora_ranks=ranks,
-        adapter_enabled=(ranks > 0).int(),
-        token_lora_mapping=torch.tensor([1, -1, 3], dtype=torch.int32),
+        **{name: tensor.to(DEVICE) for name, tensor in tensors.items()},
         max_lora_rank=rank,
         num_experts=count,
         has_active_lora=True,
         experts_shared_outer_loras=shared,
     )
-    ids = torch.randint(0, count, (tokens, top_k), dtype=torch.int32)
-    factors, x, pairs = torch.rand(tokens, top_k), torch.randn(tokens, hidden), torch.randn(tokens * top_k, inner)  # fmt: skip
+    ids = torch.randint(0, count, (tokens, top_k), dtype=torch.int32).to(DEVICE)
+    factors, x, pairs = (torch.rand(*shape).to(DEVICE) for shape in ((tokens, top_k), (tokens, hidden), (tokens * top_k, inner)))  # fmt: skip
     results = []
     for build in (lora_moe_runners.build_lora_hooks, lora_moe_runners.build_lora_hooks.__wrapped__):
-        up, down = torch.ones(tokens, top_k, 2 * inner), torch.ones(tokens, top_k, hidden)
+        up, down = (
+            torch.ones(tokens, top_k, width, device=DEVICE) for width in (2 * inner, hidden)
+        )
         hooks = build(x, info, ids)
         hooks.after_gate_up(x, up, factors, ids)
         hooks.after_down(pairs, down, factors, ids)
