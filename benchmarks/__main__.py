@@ -67,10 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "decoder", parents=[common], help="a whole decoder, random weights"
     )
+    command.add_argument("--shapes", default="llama-3-8b,qwen3-30b-a3b", help="comma-separated")
+    command.add_argument("--first", type=int, help="only so many points, those asked for most")
     command.add_argument("--batches", default="1,8,32,128", help="comma-separated")
     command.add_argument("--adapters", default="1,8,32", help="comma-separated")
     command.add_argument("--phases", default="decode,prefill", help="comma-separated")
     command.add_argument("--peer-names", default="sglang_v2", help="peers to run, comma-separated")
+    command.add_argument("--cell-s", type=float, default=2.0, help="time for the rounds of a point")
+    command.add_argument(
+        "--warm", metavar="I/N", help="only compile what every N-th point from the I-th on needs"
+    )
     command.set_defaults(run=_decoder)
     command = commands.add_parser("merge", help="merge result files of one card")
     command.add_argument("target", type=Path)
@@ -180,21 +186,49 @@ def _host(options: argparse.Namespace) -> int:
 def _decoder(options: argparse.Namespace) -> int:
     from benchmarks import decoder  # it needs triton, which the other benchmarks do not
 
-    began, results = time.perf_counter(), _file(options, "decoder")
-    for row in decoder.rows(
-        _names(options, list_backends),
-        load_kit(options.peers),
-        device=torch.device(options.device),
-        peers=options.peer_names.split(","),
-        batches=[int(b) for b in options.batches.split(",")],
-        adapters=[int(a) for a in options.adapters.split(",")],
-        phases=options.phases.split(","),
-    ):
-        results.add(row)
-        print(report.decoder_line(row), flush=True)
-        if time.perf_counter() - began > options.budget_s:
-            print("time is up")
-            break
+    began, device = time.perf_counter(), torch.device(options.device)
+    names, kit = _names(options, list_backends), load_kit(options.peers)
+    peers = options.peer_names.split(",") if kit is not None else []
+    phases = options.phases.split(",")
+    batches, adapters = (
+        [int(n) for n in o.split(",")] for o in (options.batches, options.adapters)
+    )
+    points = [
+        point
+        for point in decoder.POINTS
+        if point.phase in phases and point.batch in batches and point.adapters in adapters
+    ][: options.first]
+    shapes = [decoder.SHAPES[name] for name in options.shapes.split(",")]
+    if options.warm:
+        index, total = map(int, options.warm.split("/"))
+        pairs = [(shape, point) for shape in shapes for point in points][index::total]
+        for shape, point in pairs:
+            if time.perf_counter() - began < options.budget_s:
+                decoder.warm(shape, names, kit, device=device, peers=peers, points=[point])
+        return 0
+    results = _file(options, "decoder")
+    for shape in shapes:
+
+        def wanted(point: decoder.Point, shape: decoder.Shape = shape) -> bool:
+            held = {
+                row["backend"]
+                for row in results.rows.values()
+                if (row["shape"], row["phase"], row["batch"], row["adapters"])
+                == (shape.name, *point)
+                and row["commit"] == results.commit
+            }
+            missing = not held.issuperset([*decoder.contenders_of(names, shape), *peers])
+            return (missing or options.again) and time.perf_counter() - began < options.budget_s
+
+        if not any(map(wanted, points)):
+            continue
+        for found in decoder.rows(
+            shape, names, kit, device=device, peers=peers, points=points, wanted=wanted,
+            seconds=options.cell_s,
+        ):  # fmt: skip
+            for row in found:
+                results.add(row)
+                print(report.decoder_line(row), flush=True)
     return 0
 
 
