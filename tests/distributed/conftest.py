@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
@@ -24,19 +26,23 @@ def worlds():
     made: dict[tuple[int, Place], World] = {}
 
     def world(size, place=GLOO):
-        timeout = 300 if place in INTERPRETED else 60
-        return made.setdefault((size, place), World(size, place, timeout=timeout))
+        limits = {}
+        if place != GLOO:  # ranks wait for one another's kernels to be compiled, or interpreted
+            limits = {"timeout": 200, "group_timeout": timedelta(seconds=60)}
+        return made.setdefault((size, place), World(size, place, **limits))
 
     yield world
     for each in made.values():
         each.close()
 
 
-def available(place, request, record_property):
+def available(place, request):
     """The place, in the test's report; skips, or fails where devices are required, without them."""
-    record_property("world", 2)
-    record_property("transport", place.transport)
-    record_property("backend", place.backend)
+    request.node.user_properties += [  # of junit's report
+        ("world", 2),
+        ("transport", place.transport),
+        ("backend", place.backend),
+    ]
     found = torch.cuda.device_count() if place.device_type == "cuda" else 2
     if found < 2:
         missing = f"two CUDA devices, of which there are {found}"
@@ -47,9 +53,9 @@ def available(place, request, record_property):
 
 
 @pytest.fixture(params=PLACES, ids=str)
-def place2(request, record_property):
+def place2(request):
     """Where two ranks can be."""
-    return available(request.param, request, record_property)
+    return available(request.param, request)
 
 
 @pytest.fixture
@@ -58,15 +64,15 @@ def world2(worlds, place2):
 
 
 @pytest.fixture(params=EVERYWHERE, ids=str)
-def everywhere2(worlds, request, record_property):
+def everywhere2(worlds, request):
     """Plugins in the interpreter, too: slower than all else."""
-    return worlds(2, available(request.param, request, record_property))
+    return worlds(2, available(request.param, request))
 
 
 @pytest.fixture
-def nccl2(request, record_property):
+def nccl2(request):
     """The place of two devices, for tests that start a world of their own."""
-    return available(NCCL[0], request, record_property)
+    return available(NCCL[-1], request)
 
 
 @pytest.fixture

@@ -206,8 +206,8 @@ def tensor_parallel(rank, size, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replays_while_ranks_go_idle_and_busy(everywhere2, kind):
-    everywhere2.run(idle_and_busy, kind)
+def test_replays_while_ranks_go_idle_and_busy(world2, kind):
+    world2.run(idle_and_busy, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,8 +221,8 @@ def test_tensor_parallel_layers(everywhere2, kind):
     everywhere2.run(tensor_parallel, kind)
 
 
-def test_a_replay_after_the_forward_adds_nothing(world2):
-    world2.run(after_the_forward, "decode")
+def test_a_replay_after_the_forward_adds_nothing(everywhere2):
+    everywhere2.run(after_the_forward, "decode")
 
 
 def test_two_lanes(world2):

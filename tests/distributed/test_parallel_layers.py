@@ -183,7 +183,7 @@ def embedding(rank, size):
     ids = torch.tensor([0, V - 1, 13, 26, 25, 7, 49, 33, 12], device=world.device)[:ROWS]
     out = run(manager, layer, ids, base, reduces=1)
     whole = merged(sources, weight, ["embed"], embedding=True)
-    close(out, whole[torch.arange(ROWS), ids])
+    close(out, whole[torch.arange(ROWS, device=ids.device), ids])
 
 
 def head(rank, size):
