@@ -7,12 +7,14 @@ begins; B is `[S, N, R]`, unscaled, as lora_core has it. Ranks and scalings come
 lie at fixed addresses, shared by all sites.
 
 The pruned rows of lm_head are a second batch, alive beside that of all rows, and always eager:
-hence two backend instances. Experts, and the absorbed kv_b_proj of MLA, are not a backend's business in
-SGLang; its own kernels read the batch from `batch_info`, which is filled for them.
+hence two backend instances. Experts, and the absorbed kv_b_proj of MLA, are not a LoRA backend's
+business in SGLang: its own kernels read the batch from `batch_info`, which is filled for them. Those of
+experts make way for lora_core's where `LORA_CORE_SGLANG_MOE` says so.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,7 +36,7 @@ from lora_core.errors import (
     TensorMismatchError,
     UnsupportedOpError,
 )
-from lora_core.integrations.sglang import NAME, dense_backend
+from lora_core.integrations.sglang import MOE_VARIABLE, NAME, dense_backend
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import StagingRing
 
@@ -185,6 +187,20 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         self._columns: dict[tuple[int, ...], Tensor] = {}
         self._weights: dict[tuple[object, ...], LoRAWeights] = {}
 
+    @property
+    def is_moe_lora(self) -> bool:
+        """Whether any layer of experts is wrapped."""
+        return bool(self._is_moe_lora)
+
+    @is_moe_lora.setter
+    def is_moe_lora(self, value: bool) -> None:
+        """Said by each layer of experts when SGLang wraps it."""
+        self._is_moe_lora = value
+        if value and os.environ.get(MOE_VARIABLE):
+            from lora_core.integrations._sglang_experts import install
+
+            install()
+
     # -- metadata ----------------------------------------------------------------------------------
 
     def reset_batch_state(self) -> None:
@@ -270,7 +286,7 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         requests, tokens = len(lengths), sum(lengths)
         if graph is None:
             memory = torch.empty(3 * requests + 1, dtype=torch.int32, device=self.device)
-            info = self._view(memory, graph=False)
+            info = self._view(memory)
         else:
             memory, info = graph.requests, graph.info
         room = memory.numel() // 3
@@ -284,14 +300,16 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         entry.send(memory)
         if graph is None or graph is self._decode:
             info.bs = info.num_segments = requests
-        info.max_len = max(lengths, default=0)
+        if graph is None:
+            info.max_len = max(lengths, default=0)
         info.expected_tokens = tokens
         return info
 
-    def _view(self, requests: Tensor, *, graph: bool) -> Any:
+    def _view(self, requests: Tensor, graph_len: int | None = None) -> Any:
+        """SGLang's batch info over a buffer; in graphs its grids must cover any length they may get."""
         room = requests.numel() // 3
         return LoRABatchInfo(
-            use_cuda_graph=graph,
+            use_cuda_graph=graph_len is not None,
             bs=room,
             num_segments=room,
             weight_indices=requests[:room],
@@ -299,7 +317,7 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
             seg_indptr=requests[2 * room :],
             lora_ranks=self.table.packed[1].view(-1),
             scalings=self.table.scalings[1].view(-1),
-            max_len=0,
+            max_len=graph_len or 0,
         )
 
     # -- graphs ------------------------------------------------------------------------------------
@@ -331,7 +349,7 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
     ) -> GraphMetadata:
         self.rows.init_graph(kind, max_requests=max_requests, max_tokens=max_tokens)
         memory = torch.zeros(3 * max_requests + 1, dtype=torch.int32, device=self.device)
-        return GraphMetadata(kind, width, memory, self._view(memory, graph=True))
+        return GraphMetadata(kind, width, memory, self._view(memory, width or max_tokens))
 
     def _graph_for(self, lengths: list[int], decode: bool, prefill: bool) -> GraphMetadata | None:
         if not (decode or prefill):

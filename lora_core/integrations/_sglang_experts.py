@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
+from sglang.srt.lora import lora_moe_runners
 from sglang.srt.lora.lora_moe_runners import LoRAHooks
 from sglang.srt.model_executor.runner import get_is_capture_mode
 from torch import Tensor
@@ -42,6 +43,11 @@ class ExpertsInfo(Protocol):
     token_lora_mapping: Tensor
     max_lora_rank: int
     has_active_lora: bool
+
+
+def install() -> None:
+    """Put `build_lora_hooks` in the place of SGLang's own, which its runners look up at each forward."""
+    lora_moe_runners.build_lora_hooks = build_lora_hooks
 
 
 @cache

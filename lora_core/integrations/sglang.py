@@ -4,8 +4,8 @@
 the choices of `--lora-backend`; whoever does not choose it sees no difference.
 
     LORA_CORE_SGLANG       name of a dense backend; the best available where it is not set
-    LORA_CORE_SGLANG_MOE   name of an experts backend, or "auto"; SGLang's own kernels where it is
-                           not set, whatever `--lora-backend` says
+    LORA_CORE_SGLANG_MOE   name of an experts backend, or "auto" for the best available; SGLang's
+                           own kernels where it is not set
 """
 
 from __future__ import annotations
@@ -31,26 +31,16 @@ def register() -> None:
     from sglang.srt.lora.backend.lora_registry import register_lora_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    register_lora_backend(NAME)(_backend_class)
     HookRegistry.register(
         "sglang.srt.server_args.ServerArgs.add_cli_args", _offer_name, HookType.AFTER
     )
-    if os.environ.get(MOE_VARIABLE):
-        HookRegistry.register(
-            "sglang.srt.lora.lora_moe_runners.build_lora_hooks", _experts_hooks, HookType.REPLACE
-        )
+    register_lora_backend(NAME)(_backend_class)
 
 
 def _backend_class() -> type:
     from lora_core.integrations._sglang_backend import LoRACoreBackend
 
     return LoRACoreBackend
-
-
-def _experts_hooks(*args: Any) -> object:
-    from lora_core.integrations._sglang_experts import build_lora_hooks
-
-    return build_lora_hooks(*args)
 
 
 def _offer_name(result: object, parser: argparse.ArgumentParser) -> None:  # noqa: ARG001 - SGLang's

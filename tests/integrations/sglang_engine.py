@@ -275,6 +275,7 @@ from sglang.srt.lora.backend.lora_registry import get_backend_from_name
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 
+SGLANGS_HOOKS = lora_moe_runners.build_lora_hooks
 K, HEAD, RANK, VOCAB, SLOTS = 32, 8, 8, 48, 4
 PREFIX = {"self_attn": ("qkv_proj", "o_proj", "fused_qkv_a_proj_with_mqa", "q_b_proj"), "mlp": ("gate_up_proj", "down_proj")}  # fmt: skip
 SITES = {  # site -> inputs, {projection: width}
@@ -578,7 +579,7 @@ def experts(*, shared: bool) -> dict[str, float]:
     ids = torch.randint(0, count, (tokens, top_k), dtype=torch.int32).to(DEVICE)
     factors, x, pairs = (torch.rand(*shape).to(DEVICE) for shape in ((tokens, top_k), (tokens, hidden), (tokens * top_k, inner)))  # fmt: skip
     results = []
-    for build in (lora_moe_runners.build_lora_hooks, lora_moe_runners.build_lora_hooks.__wrapped__):
+    for build in (lora_moe_runners.build_lora_hooks, SGLANGS_HOOKS):
         up, down = (
             torch.ones(tokens, top_k, width, device=DEVICE) for width in (2 * inner, hidden)
         )
@@ -590,6 +591,7 @@ def experts(*, shared: bool) -> dict[str, float]:
         assert (up[1] == 1).all()
         assert (down[1] == 1).all()
         results.append((up, down))
+    assert lora_moe_runners.build_lora_hooks is not SGLANGS_HOOKS
     info.has_active_lora = False
     assert lora_moe_runners.build_lora_hooks(x, info, ids) == lora_moe_runners.LoRAHooks()
     return {name: relative(*pair) for name, pair in zip(("gate_up", "down"), zip(*results, strict=True), strict=True)}  # fmt: skip

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -36,7 +39,7 @@ class BaseStandIn:
         self.max_loras_per_batch, self.device = max_loras_per_batch, device
         self.batch_info = self.lm_head_batch_info = self.lm_head_pass_batch_infos = None
         self.prefill_cuda_graph_batch_info = None
-        self.told_experts = []
+        self.told_experts, self._is_moe_lora = [], False
 
     def reset_batch_state(self):
         self.batch_info = self.lm_head_batch_info = self.lm_head_pass_batch_infos = None
@@ -98,7 +101,7 @@ STANDINS = {
         "LoRABatchInfo": InfoStandIn,
         "get_lm_head_pruned_lens": lambda batch: batch.kept,
     },
-    "sglang.srt.lora.lora_moe_runners": {"LoRAHooks": HooksStandIn},
+    "sglang.srt.lora.lora_moe_runners": {"LoRAHooks": HooksStandIn, "build_lora_hooks": None},
     "sglang.srt.model_executor.runner": {"get_is_capture_mode": lambda: CAPTURE.on},
     "sglang.srt.plugins.hook_registry": {
         "HookRegistry": Registry,
@@ -118,6 +121,7 @@ def modules():
                 if length == len(parts) or not isinstance(sys.modules.get(parent), ModuleType):
                     patch.setitem(sys.modules, parent, ModuleType(parent))
             vars(sys.modules[name]).update(attributes)
+            setattr(sys.modules[name.rpartition(".")[0]], parts[-1], sys.modules[name])
         from lora_core.integrations import _sglang_backend, _sglang_experts
 
         yield SimpleNamespace(backend=_sglang_backend, experts=_sglang_experts)
@@ -469,7 +473,7 @@ def test_a_graph_that_was_captured_without_adapters_has_the_same_addresses_with_
     out = forward(backend, None, x, torch.zeros(6, N), a, b, OFFSETS)
     close(out, delta(x, adapters, [1, 2, 3, 2, 2, 2]))
     info = backend.batch_info
-    assert (info.use_cuda_graph, info.bs, info.num_segments) == (True, 3, 3)
+    assert (info.use_cuda_graph, info.bs, info.num_segments, info.max_len) == (True, 3, 3, 1)
     assert info.weight_indices.tolist() == [1, 2, 3, 0, 0, 0]
     assert info.seg_lens.tolist() == [1, 1, 1, 0, 0, 0]  # requests past the batch are empty
     assert info.seg_indptr.tolist() == [0, 1, 2, 3, 3, 3, 3]
@@ -508,7 +512,7 @@ def test_prefill_graphs_with_an_eager_head(backend):
     assert (backend.prefill_cuda_graph_max_bs, backend.prefill_cuda_graph_max_tokens) == (4, 8)
     prepare(backend, [3, 2], [3, 1], prefill=True, kept=[1, 1])
     assert backend.batch_info is backend.prefill_cuda_graph_batch_info
-    assert (backend.batch_info.bs, backend.batch_info.max_len) == (4, 3)
+    assert (backend.batch_info.bs, backend.batch_info.max_len) == (4, 8)  # covers any replay
     x = torch.randn(8, K)
     out = forward(backend, None, x, torch.zeros(8, 13), a, b, (0, 13))
     close(out, delta(x, adapters, [3, 3, 3, 1, 1, 2, 2, 2]))
@@ -624,13 +628,7 @@ def test_experts_without_adapters_get_no_hooks_unless_a_graph_is_captured(module
 # -- registration ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
-def test_register_offers_a_name_and_loads_nothing(modules, monkeypatch, moe):
-    BACKENDS.clear()
-    HOOKS.clear()
-    monkeypatch.delenv("LORA_CORE_SGLANG_MOE", raising=False)
-    if moe:
-        monkeypatch.setenv("LORA_CORE_SGLANG_MOE", "auto")
+def test_register_offers_a_name_and_loads_nothing(modules, monkeypatch):
     monkeypatch.delitem(sys.modules, "lora_core.integrations._sglang_backend")
     for _ in range(2):
         sglang.register()
@@ -648,11 +646,28 @@ def test_register_offers_a_name_and_loads_nothing(modules, monkeypatch, moe):
     assert parser.parse_args([]).lora_backend == "csgmv"
     (action,) = [action for action in parser._actions if action.dest == "lora_backend"]
     assert action.choices == ["triton", "csgmv", "lora_core"]
-    replaced = HOOKS.get("sglang.srt.lora.lora_moe_runners.build_lora_hooks")
-    assert (replaced is not None) == moe
-    if moe:
-        hook, when = replaced
-        assert (when, hook(torch.zeros(1, K), None, None)) == ("replace", HooksStandIn())
+
+
+def test_sglang_finds_register_by_its_entry_point():
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    points = tomllib.loads(text)["project"]["entry-points"]["sglang.srt.plugins"]
+    assert {name: pkgutil.resolve_name(point) for name, point in points.items()} == {
+        "lora_core": sglang.register
+    }
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_sglangs_experts_make_way_only_when_told_to(modules, backend, monkeypatch, chosen):
+    runners = sys.modules["sglang.srt.lora.lora_moe_runners"]
+    monkeypatch.setattr(runners, "build_lora_hooks", "sglang's own")
+    monkeypatch.delenv("LORA_CORE_SGLANG_MOE", raising=False)
+    if chosen:
+        monkeypatch.setenv("LORA_CORE_SGLANG_MOE", "torch")
+    assert not backend.is_moe_lora
+    assert runners.build_lora_hooks == "sglang's own"
+    backend.is_moe_lora = True
+    assert backend.is_moe_lora
+    assert (runners.build_lora_hooks is modules.experts.build_lora_hooks) == chosen
 
 
 def test_the_variable_names_the_backend(modules, monkeypatch):
