@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.utils import LoRABatchInfo, get_lm_head_pruned_lens
 from torch import Tensor
@@ -168,12 +169,20 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         max_loras_per_batch: slots of SGLang's pool.
         device: of the model.
         kwargs: `server_args`, and whatever else a release of SGLang passes.
+
+    Raises:
+        UnsupportedOpError: SGLang is told to replace its LoRA layers by experimental ones, which call
+            kernels of its own.
     """
 
     name = NAME
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, **kwargs: Any) -> None:
         del kwargs
+        if envs.SGLANG_EXPERIMENTAL_LORA_OPTI.get():
+            raise refuse(
+                "start", limit="SGLang's usual LoRA layers", value="SGLANG_EXPERIMENTAL_LORA_OPTI=1"
+            )
         super().__init__(max_loras_per_batch, device)
         where = torch.device(device)
         self.rows, self.head = dense_backend(where), dense_backend(where)
@@ -517,9 +526,9 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         h = self._unpack(packed, info, site.layout.num_slices, backend is self.head)
         backend.expand(h, site, out[:, : site.layout.out_features])
 
-    def _nothing_to_do(self, info: BatchInfo, out: Tensor) -> bool:
+    def _nothing_to_do(self, info: BatchInfo, rows: Tensor) -> bool:
         """Eager without adapters, or no rows; a captured graph may be replayed with adapters."""
-        return len(out) == 0 or (info.graph is None and not info.has_active_lora)
+        return len(rows) == 0 or (info.graph is None and not info.has_active_lora)
 
     def forward_with_base(
         self,
@@ -555,8 +564,10 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         stack_num: int = 1,
     ) -> Tensor:
         """`x @ A.T`, `[T, c·R]` in the dtype of x, packed as A is; past a row's live rank anything."""
-        backend, _ = self._live(pruned_batch_info, "run_lora_a_sgemm")
+        backend, info = self._live(pruned_batch_info, "run_lora_a_sgemm")
         site = self._site_a(weights, stack_num, "run_lora_a_sgemm")
+        if self._nothing_to_do(info, x):
+            return x.new_empty(len(x), site.max_rank)  # no row of it is read
         return backend.shrink(x, site)[:, 0].to(x.dtype)
 
     def run_lora_b_sgemm(
@@ -650,7 +661,7 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
             )  # fmt: skip
         _, info = self._live(None, "run_lora_a_embedding")
         self._check_buffer(weights, "A", "run_lora_a_embedding")
-        if info.graph is None and not info.has_active_lora:
+        if self._nothing_to_do(info, input_ids):
             return weights.new_empty(len(input_ids), weights.shape[1])  # no row of it is read
         slots = token_slots(info, len(input_ids)).clamp(min=0).long()
         known = min(vocab_size, weights.shape[2])

@@ -91,8 +91,10 @@ class Registry:
 
 
 CAPTURE = SimpleNamespace(on=False)
+EXPERIMENTAL = SimpleNamespace(get=lambda: False)
 BACKENDS: dict = {}
 STANDINS = {
+    "sglang.srt.environ": {"envs": SimpleNamespace(SGLANG_EXPERIMENTAL_LORA_OPTI=EXPERIMENTAL)},
     "sglang.srt.lora.backend.base_backend": {"BaseLoRABackend": BaseStandIn},
     "sglang.srt.lora.backend.lora_registry": {
         "register_lora_backend": lambda name: lambda factory: BACKENDS.setdefault(name, factory)
@@ -405,8 +407,21 @@ def test_a_batch_of_the_base_model_computes_nothing(backend, monkeypatch):
     prepare(backend, [2], [2])
     for op in ("shrink", "expand"):
         monkeypatch.setattr(type(backend.rows), op, None)
-    y = torch.full((2, N), -0.0)
-    assert forward(backend, None, torch.randn(2, K), y, a, b, OFFSETS) is y
+    x, y = torch.randn(2, K), torch.full((2, N), -0.0)
+    assert forward(backend, None, x, y, a, b, OFFSETS) is y
+    h = backend.run_lora_a_sgemm(x, a, stack_num=3)
+    assert h.shape == (2, 3 * R)
+    assert backend.run_lora_b_sgemm(h, b, output_offset_cpu=offsets(), base_output=y) is y
+    assert backend.run_lora_a_embedding(torch.tensor([0, 9]), a, 5).shape == (2, 3 * R)
+    assert y.signbit().all()
+
+
+def test_no_rows_at_all(backend):
+    a, b, _ = site()
+    prepare(backend, [0, 0], [1, 3])
+    x = torch.empty(0, K)
+    h = backend.run_lora_a_sgemm(x, a, stack_num=3)
+    assert backend.run_lora_b_sgemm(h, b, output_offset_cpu=offsets()).shape == (0, N)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -445,6 +460,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(backend, call, error, match)
     prepare(backend)
     with pytest.raises(error, match=match):
         call(backend, torch.randn(7, K), a, b)
+
+
+def test_sglangs_experimental_layers_are_refused_by_name(modules, monkeypatch):
+    monkeypatch.setattr(EXPERIMENTAL, "get", lambda: True)
+    with pytest.raises(UnsupportedOpError, match="SGLANG_EXPERIMENTAL_LORA_OPTI=1"):
+        make(modules)
 
 
 # -- graphs ----------------------------------------------------------------------------------------
