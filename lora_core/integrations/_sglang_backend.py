@@ -474,7 +474,8 @@ class LoRACoreBackend(BaseLoRABackend):  # type: ignore[misc]
         """`[T, c·R]`, packed at each row's live rank r, as `[T, c, R]`; past r anything."""
         rows, room = packed.shape
         rank = room // slices
-        if slices > 1:
+        full = info.graph is None and set(self._ranks) <= {0, rank}  # packed as lora_core wants it
+        if slices > 1 and not full:
             key = (head, slices, rank, rows)
             if key not in self._columns:
                 slots = token_slots(info, rows).clamp(min=0).long()

@@ -211,6 +211,21 @@ def test_slots_of_different_rank_in_one_batch_each_with_its_own_packing(backend)
     assert torch.equal(y[2].view(torch.int32), before[2].view(torch.int32))  # the base, bit for bit
 
 
+def test_columns_stay_where_every_adapter_has_the_whole_rank_except_in_graphs(backend):
+    a, b = torch.randn(S, 3 * R, K), torch.randn(S, N, R)
+    x, scalings = torch.randn(2, K), [1.0] * S
+    backend.init_decode_cuda_graph_batch_info(2, 1)
+    expected = torch.stack([
+        torch.cat([part @ (a[slot, i * R : (i + 1) * R] @ row) for i, part in enumerate(b[slot].split(WIDTHS))])
+        for row, slot in zip(x, [1, 3], strict=True)
+    ])  # fmt: skip
+    for ranks, decode, moved in (([R, R, 0, R], False, 0), ([R, R, 0, R], True, 1), ([R, R, 1, R], False, 1)):  # fmt: skip
+        backend.prepare_lora_batch(batch("is_decode", [1, 1]), [1, 3], ranks, scalings, decode)
+        out = forward(backend, None, x, torch.zeros(2, N), a, b, OFFSETS)
+        close(out, expected)
+        assert len(backend._columns) == moved
+
+
 def test_gate_up_is_two_slices(backend):
     a, b, adapters = site((8, 8))
     prepare(backend)
