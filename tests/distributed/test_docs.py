@@ -12,6 +12,7 @@ from lora_core import SliceLayout, load_moe_backend
 from lora_core.layers.moe import FusedMoEWithLoRA
 from lora_core.sites import Shard, Site, padded_part
 from tests.distributed.engine import Column, LocalExperts, Row, VocabularyRows, adapter, numbers
+from tests.distributed.graphs import RankGraph
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 SHAPES = {
@@ -46,6 +47,7 @@ def setting(rank, size):
     gates = SliceLayout((8, 8))
     return {
         "torch": torch,
+        "capture": RankGraph,
         "group": None,
         "qkv_module": Column(sites["qkv_module"], numbers(1, 32, 16), None, None),
         "o_module": Row(sites["o_module"], numbers(2, 16, 16), None, None),
@@ -81,11 +83,14 @@ def run_page(rank, size):
     assert world["logits"].shape == (5, 50)
     assert world["hidden"].shape == (0 if rank else 2, 16)
     assert world["rows"].shape == (2, 16)
+    replayed = world["graph"].result[: 2 - 2 * rank]
+    own = world["attention"](torch.ones(2 - 2 * rank, 16))
+    torch.testing.assert_close(replayed, own + world["mlp"](own))
     assert world["manager"].backend.batch_info is None
     return world["logits"]
 
 
 def test_the_page_runs(gloo2):
-    assert len(blocks()) == 6
+    assert len(blocks()) == 7
     first, second = gloo2.run(run_page)
     assert torch.equal(first, second)

@@ -260,9 +260,15 @@ def assert_the_last_is_gone(outcomes, codes):
     assert (outcomes[-1][1], codes[-1]) == (GONE, -signal.SIGKILL)
 
 
+AMONG_ROWS = pytest.mark.parametrize(
+    "among_rows", [True, False], ids=["among-rows", "at-the-next-forward"]
+)
+
+
+@AMONG_ROWS
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_others_with_an_error(size):
-    outcomes, took, codes = end_of(size, Place(), among_rows=True, group_timeout=GROUP_TIMEOUT)
+def test_a_killed_rank_ends_the_others_with_an_error(size, among_rows):
+    outcomes, took, codes = end_of(size, Place(), among_rows, group_timeout=GROUP_TIMEOUT)
     # neighbours at once; those who wait for a rank that waits, at the end of the group's timeout
     assert took < GROUP_TIMEOUT.total_seconds() + 15
     assert_the_last_is_gone(outcomes, codes)
@@ -271,7 +277,7 @@ def test_a_killed_rank_ends_the_others_with_an_error(size):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("among_rows", [True, False], ids=["among-rows", "at-the-next-forward"])
+@AMONG_ROWS
 def test_a_killed_rank_ends_the_others_on_devices(nccl2, among_rows):
     """Hosts hear of it at once. A device waits for its peer until NCCL's watchdog ends the process."""
     limit = timedelta(seconds=10)

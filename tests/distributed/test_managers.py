@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from lora_core import LoRARequest
-from lora_core.distributed import Forward
+from lora_core.distributed import Forward, Ranks
 from lora_core.errors import (
     AdapterFormatError,
     AdapterInUseError,
@@ -208,6 +211,20 @@ def with_idle(rank, size):
     return taken, {name: info.slot for name, info in manager.adapters().items()}
 
 
+def beside_devices(rank, size):
+    """A group that carries tensors of devices alone: hosts talk over one of their own, with its timeout."""
+    limit = timedelta(seconds=7)
+    devices = dist.new_group(list(range(size)), backend="cuda:gloo", timeout=limit)
+    assert Ranks(None).hosts is None  # which carries both
+    ranks = Ranks(devices)
+    assert ranks.hosts not in {None, devices}
+    assert Ranks(devices).hosts is ranks.hosts
+    assert ranks.exchange("counting", rank) == list(range(size))
+    assert ranks.hosts._get_backend(torch.device("cpu")).options._timeout == limit
+    with pytest.raises(RanksDisagreeError, match="rank 1 is at stop"):
+        ranks.exchange("stop" if rank else "go", None)
+
+
 FAILURES = (
     unreadable,
     other_content,
@@ -228,6 +245,10 @@ def test_all_ranks_or_none(world2, case):
 def test_slots_are_the_same_everywhere(world2, case):
     first, second = world2.run(case)
     assert first == second
+
+
+def test_hosts_talk_beside_a_group_of_devices(gloo2):
+    gloo2.run(beside_devices)
 
 
 @pytest.mark.slow
