@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -64,6 +65,9 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+
+_accepted: WeakKeyDictionary[LoRAWeights, set[type]] = WeakKeyDictionary()
+"""Which classes support which weights; a pure cache, weights are frozen."""
 
 _PAIR = ("prepare_batch", "reset_batch_state")
 _METHODS = (*_PAIR, "init_graph", "shrink", "expand", "linear", "embedding", "lm_head")
@@ -356,6 +360,17 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
                 value=f"{slices} slices",
             )
 
+    def _require_accepted(self, op: str, weights: LoRAWeights) -> None:
+        """As `_require_supported`, but looks at weights that it found supported only once.
+
+        Raises:
+            UnsupportedOpError: naming the limit.
+        """
+        accepted = _accepted.get(weights)
+        if accepted is None or type(self) not in accepted:
+            self._require_supported(op, weights)
+            _accepted.setdefault(weights, set()).add(type(self))
+
     def _require_linear(self, op: str, x: Tensor, weights: LoRAWeights) -> InfoT:
         """The checks that every op over `x [T', K]` needs, in one place; host integers only.
 
@@ -366,7 +381,7 @@ class LoRABackend(Placed, ABC, Generic[InfoT]):
             UnsupportedOpError: weights past the claims.
         """
         info = self._require_batch(op)
-        self._require_supported(op, weights)
+        self._require_accepted(op, weights)
         a = weights.a
         if x.dim() != 2 or x.shape[1] != a.shape[-1]:
             raise TensorMismatchError(

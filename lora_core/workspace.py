@@ -20,6 +20,7 @@ class StagingEntry:
         self._cuda = device.type == "cuda"
         self.tensor = torch.empty(words, dtype=torch.int32, pin_memory=self._cuda)
         self.host = self.tensor.numpy()
+        self._filled = self.tensor  # what was sent last: batches of one size share the view
         self._copied: torch.cuda.Event | None = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
 
     @property
@@ -29,7 +30,10 @@ class StagingEntry:
 
     def send(self, target: Tensor) -> None:
         """Copy the first `target.numel()` words to the device, without waiting for it."""
-        target.copy_(self.tensor[: target.numel()], non_blocking=True)
+        words = target.numel()
+        if self._filled.numel() != words:
+            self._filled = self.tensor[:words]
+        target.copy_(self._filled, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 

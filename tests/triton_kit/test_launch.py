@@ -6,6 +6,7 @@ exactly what the launcher is handed. Values are checked in test_interpreter.py a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from lora_core.triton_kit import launch as launch_module
 from lora_core.triton_kit.launch import Launch, specialisation
@@ -92,9 +94,8 @@ class _OnDevice(torch.Tensor):
 
 def test_the_second_call_goes_straight_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "INTERPRETED", False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     active = SimpleNamespace(get_current_stream=lambda index: 1000 + index)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
     monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
     bound, kernel = Launch(_kernel, BLOCK=16, FLAG=True, num_warps=2), _Recorder()
     bound.kernel = kernel
@@ -119,7 +120,7 @@ def test_fixed_arguments_are_merged_and_only_varying_ones_looked_at(
 ) -> None:
     monkeypatch.setattr(launch_module, "INTERPRETED", False)
     active = SimpleNamespace(get_current_stream=lambda index: 1000 + index)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
     monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
     launch, kernel = Launch(_kernel, BLOCK=16, FLAG=True), _Recorder()
     launch.kernel = kernel
@@ -141,3 +142,107 @@ def test_fixed_arguments_are_merged_and_only_varying_ones_looked_at(
     )
     fixed((2, 1, 1), y[1:])  # unaligned: another kernel
     assert len(kernel.compiled) == 2
+
+
+def test_fixed_integers_are_told_apart_as_triton_specialises_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the order of calls: what runs was compiled for the class of every value."""
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+    launch = Launch(_kernel, BLOCK=16, FLAG=True)
+    x = torch.zeros(64).as_subclass(_OnDevice)
+    for values in ((16, 32, 0), (1, 16, 1), (5, 16, 7), (2**40, 16, 2**41), (-16, 16, 32)):
+        launch.kernel = kernel = _Recorder()
+        launch._compiled.clear()
+        fixed = launch.fix((x, 7), varying=(0, 1))
+        classes = []
+        for value in values:
+            fixed((1, 1, 1), x, value)
+            if (this := specialisation(value)) not in classes:
+                classes.append(this)
+        assert len(kernel.compiled) == len(classes), values
+        assert len(kernel.launched) == len(values) - len(classes)
+
+
+def test_a_call_on_another_device_goes_through_the_launch_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(launch_module, "_current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda index: 0)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+    launch = Launch(_kernel, BLOCK=16, FLAG=True)
+    launch.kernel = _Recorder()
+    x = torch.zeros(64).as_subclass(_OnDevice)
+    fixed, entered = launch.fix((x, 32), varying=(0,)), []
+    fixed((1, 1, 1), x)
+    current = [1, 1]  # device 1 while the call begins, then what torch.cuda.device makes of it
+    monkeypatch.setattr(launch_module, "_current_device", lambda: current.pop() if current else 0)
+    moved = launch.fix((x, 32), varying=(0,))
+
+    def enter(index: int) -> Any:
+        entered.append(index)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    moved((1, 1, 1), x)
+    assert entered == [0]
+    assert len(launch.kernel.launched) == 1
+
+
+def _spread(self: Any, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
+    self.launch(x, y, z, stream, function, False, None, *args)
+
+
+def _packed(self: Any, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
+    self.launch(x, y, z, stream, function, *args[:4], b"signature", args[4:])
+
+
+def _reordered(self: Any, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
+    self.launch(x, y, z, stream, function, *reversed(args))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "scratch", "direct"),
+    [(_spread, 0, True), (_packed, 0, True), (_reordered, 0, False), (_spread, 64, False)],
+    ids=["one-each", "packed", "not-understood", "needs-scratch"],
+)
+def test_the_wrapper_is_left_out_only_where_it_just_passes_on(
+    wrapper: Any, scratch: int, direct: bool
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    sizes = {"global_scratch_size": scratch, "profile_scratch_size": 0}
+    launcher = type("Launcher", (), {"__call__": wrapper, **sizes})()
+    launcher.launch = lambda *call: calls.append(call)
+    compiled = SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0))
+    entry = launch_module._entry(compiled, 3)
+    assert calls == []
+    entry.run((5, 6, 7), 1000, [8, 9, "flag"])
+    launcher(5, 6, 7, 1000, 77, (4, 1, 0), None, None, None, 8, 9, "flag")
+    ours, tritons = ([list(p) if isinstance(p, tuple) else p for p in call] for call in calls)
+    assert ours == tritons
+    assert (entry.launch is launcher.launch) is direct
+
+
+def test_the_wrapper_of_the_installed_triton_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, this Triton launches in another way: launches are right, but slower."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    launcher, calls = object.__new__(CudaLauncher), []
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = 1
+    launcher.launch_cooperative_grid, launcher.launch_pdl, launcher.num_ctas = False, True, 1
+    launcher.gsan_enabled = False
+    launcher.arg_annotations, launcher.kernel_signature = (1, 2, 3), b"iii"
+    launcher.launch = lambda *call: calls.append(call)
+    compiled = SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(driver, "_active", SimpleNamespace())
+    entry = launch_module._entry(compiled, 3)
+    assert entry.launch is launcher.launch
+    entry.run((5, 6, 7), 1000, [8, 9, "flag"])
+    launcher(5, 6, 7, 1000, 77, (4, 1, 0), None, None, None, 8, 9, "flag")
+    ours, tritons = ([list(p) if isinstance(p, tuple) else p for p in call] for call in calls)
+    assert ours == tritons

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lora_core.backend import BackendConfig, BaseModule, LoRABackend
+from lora_core.backend import BackendConfig, BaseModule
 from lora_core.batch import NO_LORA, LoRABatch, RequestTable
 from lora_core.capabilities import Capabilities, DTypeName, GraphKind, Op
-from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
+from lora_core.errors import BatchMismatchError, TensorMismatchError
+from lora_core.staged import StagedBackend, int32
 from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
-from lora_core_csgmv.launches import ARRIVALS, expand_call, shrink_call
-from lora_core_csgmv.segments import counting, plan_segments, room_for
+from lora_core_csgmv.launches import ARRIVALS, band, expand_call, shrink_call
+from lora_core_csgmv.segments import plan_segments, room_for, rows_of
 
 _PROGRAMS_PER_SM = 8
 """In a graph: programs that share the work, whatever the batch turns out to be at replay."""
@@ -38,7 +39,7 @@ if not INTERPRETED:  # Triton's interpreter multiplies the raw bits of bfloat16
     _DTYPES[torch.bfloat16] = "bfloat16"
 
 
-class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
+class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
     """Segments of one adapter's rows, gathered over the whole batch, each read with one pass over its weights.
 
     In graphs the shrink runs beside the base product, on a stream of this instance.
@@ -86,37 +87,16 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
     # -- batch state -------------------------------------------------------------------------------
 
     @override
-    def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> CsgmvBatchInfo:
-        previous = self.batch_info
-        self.batch_info = None
-        if previous is not None and previous.graph not in (None, graph):
-            self._neutralise(previous.graph)
-        try:
-            self.batch_info = self._prepare(batch, graph)
-        except BaseException:
-            if previous is not None and previous.graph is not None and previous.graph == graph:
-                self._neutralise(previous.graph)
-            raise
-        return self.batch_info
+    def _graph_words(self, kind: GraphKind, room: GraphRoom) -> int:
+        segments = room_for(requests=room.max_requests, rows=room.max_tokens)
+        # of the whole batch, and of its one lm_head pass
+        return _table(room.max_requests).words + 2 * segments.words
 
     @override
-    def reset_batch_state(self) -> None:
-        info = self.batch_info
-        self.batch_info = None
-        if info is not None and info.graph is not None:
-            self._neutralise(info.graph)
+    def _slots_at(self, max_requests: int) -> int:
+        return _table(max_requests).slots_at
 
     @override
-    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
-        if kind not in self.capabilities.graphs:
-            raise self._unclaimed_graph(kind)
-        segments = room_for(requests=max_requests, rows=max_tokens)
-        table = _table(max_requests)
-        words = table.words + 2 * segments.words  # of the whole batch, and of its one lm_head pass
-        self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
-        self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
-        self._neutralise(kind)
-
     def _neutralise(self, kind: GraphKind) -> None:
         """No requests and no segments: captured kernels find nothing to do."""
         static = self.workspace.static[kind]
@@ -124,15 +104,21 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         static.zero_()
         static[table.slots_at : table.words].fill_(NO_LORA)
 
+    @override
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
-        requests, tokens = len(batch.lengths), sum(batch.lengths)
-        # rows of the batch, and of each pass
-        covered = [tokens, *[sum(kept) for kept in batch.logits]]
+        requests, slots = len(batch.lengths), int32(batch.slots)
+        listed = [rows_of(lengths) for lengths in (batch.lengths, *batch.logits)]
+        tokens = listed[0].num_rows
+        scales = None if batch.scales is None else np.array(batch.scales, np.float32)
         if graph is None:
             table = _table(requests)
-            rooms = [room_for(requests=requests, rows=rows) for rows in covered]
+            rooms = [room_for(requests=requests, rows=rows.num_rows) for rows in listed]
             words = table.words + sum([room.words for room in rooms])
             target = torch.empty(words, dtype=torch.int32, device=self.device)
+            row_pointers, of_requests, _, *blocks = target.split_with_sizes(
+                (*table.parts, *[room.words for room in rooms])
+            )
+            exact, static = RequestTable(row_pointers, of_requests), None
         else:
             limits = self._require_graph(
                 graph, requests=requests, tokens=tokens, passes=len(batch.logits)
@@ -140,68 +126,57 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             table = _table(limits.max_requests)
             room = room_for(requests=limits.max_requests, rows=limits.max_tokens)
             rooms = [room, room]
-            target = self.workspace.static[graph]
-            words = target.shape[0]
+            target, *blocks = [self.workspace.static[name] for name in _static_names(graph)]
+            exact, static = self._request_tables(graph, requests)
 
-        entry = self.workspace.staging.acquire(words)
+        plans = [plan_segments(slots, rows, scales=scales) for rows in listed]
+        if len(plans) != len(rooms):  # a captured lm_head reads the second block, whoever replays
+            plans, listed = plans * 2, listed * 2
+        entry = self.workspace.staging.acquire(table.words + sum([room.words for room in rooms]))
         host = entry.host
-        slots = host[table.slots_at : table.slots_at + requests]
-        ends = host[1 : 1 + requests]
-        slots[:] = batch.slots
-        host[0] = 0
-        lengths = None
-        if tokens == requests and batch.mode == "decode":  # one row each
-            ends[:] = counting(requests + 1)[1:]
-        else:
-            lengths = np.array(batch.lengths, np.int32)
-            lengths.cumsum(out=ends)
+        host[: requests + 1] = listed[0].indptr
+        host[table.slots_at : table.slots_at + requests] = slots
         if requests != table.requests:
             host[1 + requests : table.slots_at] = tokens
             host[table.slots_at + requests : table.words] = NO_LORA
-        scales = None if batch.scales is None else np.array(batch.scales, np.float32)
-
-        whole = plan = plan_segments(slots, ends, lengths, rows=tokens, scales=scales)
-        views = target.split_with_sizes([table.words, *[room.words for room in rooms]])
         at, segments = table.words, []
-        for index, room in enumerate(rooms):
-            if index and batch.logits:
-                kept = np.array(batch.logits[index - 1], np.int32)
-                kept_ends = kept.cumsum(dtype=np.int32)
-                plan = plan_segments(slots, kept_ends, kept, rows=covered[index], scales=scales)
-            if index and plan is whole:  # a graph's pass over every row
-                host[at : at + room.words] = host[at - room.words : at]
-            else:
-                plan.write(host[at : at + room.words], room)
+        for plan, rows, room, block in zip(plans, listed, rooms, blocks, strict=True):
+            plan.write(host[at : at + room.words], room)
+            at += room.words
+            length = len(plan.slots)
             segments.append(
                 Segments(
-                    num_rows=covered[index] if batch.logits else tokens,
-                    length=len(plan.slots),
+                    num_rows=rows.num_rows,
+                    length=length,
                     covered=len(plan.permutation),
-                    block=views[1 + index],
+                    block=block,
                     room=room,
-                    bound=len(plan.slots) if graph is None else room.segments,
+                    bound=length if graph is None else room.segments,
                     fixed=graph is not None,
                 )
             )
-            at += room.words
         entry.send(target)
-
-        static = None
-        if graph is not None:
-            static = RequestTable(views[0][: table.slots_at], views[0][table.slots_at : table.end])
-        active = len(whole.slots) > 0
+        whole = segments[0]
         return CsgmvBatchInfo(
             num_tokens=tokens,
             mode=batch.mode,
             graph=graph,
-            has_active_lora=active,
-            req_seg_indptr=views[0][: 1 + requests],
-            req_slots=views[0][table.slots_at : table.slots_at + requests],
+            has_active_lora=whole.length > 0,
+            req_seg_indptr=exact.seg_indptr,
+            req_slots=exact.slots,
             static_requests=static,
-            segments=segments[0],
-            passes=tuple(segments[1:]) or (segments[0],),
-            highest_slot=int(whole.slots[-1]) if active else NO_LORA,
+            segments=whole,
+            passes=tuple(segments[1:]) or (whole,),
+            highest_slot=int(plans[0].slots[-1]) if whole.length else NO_LORA,
         )
+
+    @override
+    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
+        super().init_graph(kind, max_requests=max_requests, max_tokens=max_tokens)
+        words = room_for(requests=max_requests, rows=max_tokens).words
+        name, *parts = _static_names(kind)
+        at, static = _table(max_requests).words, self.workspace.static
+        static.update(zip(parts, static[name][at:].split(words), strict=True))
 
     @override
     def allocate_weights(
@@ -253,6 +228,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
             )
         self._require_rows("expand", h.shape[0], info.num_tokens)
         if info.graph is not None or info.has_active_lora:
+            self._require_accepted("expand", weights)
             self._check("expand", out, weights.layout.out_features, weights, info)
             self._expand(h.contiguous(), weights, out, info.segments)
         return out
@@ -290,6 +266,7 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         self._require_plain(weights, op="embedding")
         out = base(input_ids)
         if info.graph is not None or info.has_active_lora:
+            self._require_accepted("embedding", weights)
             self._check("embedding", out, weights.layout.out_features, weights, info)
             self._expand(weights.a, weights, out, info.segments, ids=input_ids.contiguous())
         return out
@@ -309,9 +286,12 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         if info.graph is None and not segments.length:
             return base(x)
         self._check(op, x, x.shape[1], weights, info)
-        # between our own kernels h may be as narrow as the product rounds it to anyway
-        h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank))
         side = None if info.graph is None else self._side
+        # between our own kernels h may be as narrow as the product rounds it to anyway
+        if info.graph is None:
+            h = self._h(x.shape[0], weights)
+        else:
+            h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank))
         if side is None:
             out = base(x)
             self._shrink(x, weights, segments, h)
@@ -333,11 +313,34 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         rows = x.shape[0]
         if not rows:
             return
-        arrivals = self.workspace.sync["arrivals"]
+        partials = arrivals = self.workspace.sync["arrivals"]
         call = shrink_call(self._chip, x, weights, h, arrivals, segments)
-        partials = x.new_empty(call.partials, dtype=torch.float32) if call.partials else arrivals
+        if call.partials:
+            partials = self._partials(call.partials * rows, scratch=not segments.fixed)
         grid = self._programs(min(segments.bound, rows) * call.units, segments), 1, 1
-        call.launch(grid, x, h, partials, segments.block, segments.room.segments, rows, x.stride(0))
+        call.launch(
+            *(grid, x, h, partials, arrivals, segments.block, segments.room.segments, rows),
+            x.stride(0),
+        )
+
+    def _partials(self, words: int, *, scratch: bool) -> Tensor:
+        """Room for partial sums: scratch that grows, or in a graph memory of the graph's own."""
+        found = self.workspace.scratch.get("partials") if scratch else None
+        if found is None or found.numel() < words:
+            found = torch.empty(words, dtype=torch.float32, device=self.device)
+            if scratch:
+                self.workspace.scratch["partials"] = found
+        return found
+
+    def _h(self, rows: int, weights: LoRAWeights) -> Tensor:
+        """Scratch `[at least rows, n_slices, R]` in the dtype of the weights, good until the next call."""
+        shape = weights.layout.num_slices, weights.max_rank
+        name = _h_name(shape, weights.b.dtype)
+        found = self.workspace.scratch.get(name)
+        if found is None or found.shape[0] < rows:
+            found = weights.b.new_empty((band(rows), *shape))
+            self.workspace.scratch[name] = found
+        return found
 
     def _expand(
         self,
@@ -371,22 +374,14 @@ class CsgmvBackend(LoRABackend[CsgmvBatchInfo]):
         """What the kernels take for granted about x or out, and about the weights; host integers only.
 
         Raises:
-            UnsupportedOpError: a dtype that is not claimed.
             TensorMismatchError: not `[rows, columns]`, another device than the weights, or columns that
                 are not contiguous.
             BatchMismatchError: the batch names a slot that the weights do not have.
         """
-        b = weights.b
-        if b.dtype not in _DTYPES:
-            raise UnsupportedOpError(
-                backend=self.name,
-                op=op,
-                limit=f"dtypes {sorted(self.capabilities.dtypes)}",
-                value=b.dtype,
-            )
+        b, shape = weights.b, tensor.shape
         if (
-            tensor.dim() != 2
-            or tensor.shape[1] != columns
+            len(shape) != 2
+            or shape[1] != columns
             or tensor.device != b.device
             or tensor.stride(1) != 1
         ):
@@ -408,6 +403,22 @@ class _Table(NamedTuple):
     slots_at: int
     end: int
     words: int  # up to the next multiple of 4
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Words of the indptr, the slots, and what fills them up."""
+        return self.slots_at, self.requests, self.words - self.end
+
+
+@cache
+def _static_names(kind: GraphKind) -> tuple[str, str, str]:
+    """The buffer of a graph kind, and in it the blocks of all rows and of the one lm_head pass."""
+    return kind, f"{kind}, all rows", f"{kind}, lm_head"
+
+
+@cache
+def _h_name(shape: tuple[int, int], dtype: torch.dtype) -> str:
+    return f"h of {shape[0]} times {shape[1]} {dtype}"
 
 
 @cache

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lora_core.triton_kit import Fixed, Launch
+from lora_core.triton_kit import Launch
 from lora_core.weights import LoRAWeights
 from lora_core_csgmv.batch import Segments
 from lora_core_csgmv.kernels.expand import expand
@@ -26,38 +26,46 @@ _sites: WeakKeyDictionary[LoRAWeights, dict[Hashable, tuple[object, ...]]] = Wea
 
 
 class ShrinkCall(NamedTuple):
-    """The shrink of one site for one number of rows.
+    """The shrink of one site for one band of rows.
 
     Attributes:
-        launch: takes x, h, partials, the block of segments, its room, rows, and the stride of x.
+        launch: takes the grid, x, h, partials, arrivals, the block of segments, its room, rows, and
+            the stride of x.
         units: units of work of one segment.
-        partials: float32 words of scratch that it needs, 0 when one program sums all of K.
+        partials: float32 words of scratch that it needs for each row, 0 when one program sums all of K.
     """
 
-    launch: Fixed
+    launch: Callable[..., None]
     units: int
     partials: int
 
 
 class ExpandCall(NamedTuple):
-    """The expand of one site for one number of rows.
+    """The expand of one site for one band of rows.
 
     Attributes:
-        launch: takes out, h, ids, the block of segments, its room, rows, and the stride of out.
+        launch: takes the grid, out, h, ids, the block of segments, its room, rows, and the stride of
+            out.
         units: units of work of one segment.
     """
 
-    launch: Fixed
+    launch: Callable[..., None]
     units: int
+
+
+def band(rows: int) -> int:
+    """`rows` rounded up to a power of two: calls are kept by it, not by every number of rows."""
+    return 1 << max(rows - 1, 0).bit_length()
 
 
 def shrink_call(
     chip: str, x: Tensor, weights: LoRAWeights, h: Tensor, arrivals: Tensor, segments: Segments
 ) -> ShrinkCall:
     """How to launch the shrink of `x`, of shape `[T', K]`."""
+    rows = band(x.shape[0])
 
     def make() -> ShrinkCall:
-        rows, in_features = x.shape
+        in_features = x.shape[1]
         width = weights.layout.num_slices * weights.max_rank
         tile = parameters(SHRINK.pick(chip, rows=rows, width=width, bytes=x.element_size()))
         split = split_length(in_features)
@@ -79,12 +87,12 @@ def shrink_call(
                 *(x, weights.a, weights.ranks, h, partials, arrivals, segments.block),
                 *(segments.room.segments, rows, in_features, x.stride(0), *weights.a.stride()),
             ),
-            varying=(0, 3, 4, 6, 7, 8, 10),
+            varying=(0, 3, 4, 5, 6, 7, 8, 10),
         )
-        words = parts * rows * width if parallel else 0
-        return ShrinkCall(fixed, blocks * (parts if parallel else 1), words)
+        words = parts * width if parallel else 0
+        return ShrinkCall(fixed.call, blocks * (parts if parallel else 1), words)
 
-    return _cached(weights, ("shrink", x.shape[0], h.dtype, arrivals.data_ptr(), chip), make)
+    return _cached(weights, ("shrink", rows, h.dtype, chip), make)
 
 
 def expand_call(
@@ -98,11 +106,12 @@ def expand_call(
     overtakes: bool,
 ) -> ExpandCall:
     """How to launch the expand into `out`, of shape `[T', N]`; with `ids`, h is the embedding's A."""
+    rows = band(out.shape[0])
 
     def make() -> ExpandCall:
         b, widths = weights.b, weights.layout.widths
         width = len(widths) * weights.max_rank
-        tile = EXPAND.pick(chip, rows=out.shape[0], width=width, bytes=b.element_size())
+        tile = EXPAND.pick(chip, rows=rows, width=width, bytes=b.element_size())
         ranks = max(16, 1 << (weights.max_rank - 1).bit_length())
         launch = _launch(
             expand,
@@ -117,17 +126,16 @@ def expand_call(
         fixed = launch.fix(
             (
                 *(out, h, segments.block if ids is None else ids, b, weights.ranks),
-                *(weights.scalings, segments.block, segments.room.segments, out.shape[0]),
+                *(weights.scalings, segments.block, segments.room.segments, rows),
                 *(out.stride(0), *strides, *b.stride()),
             ),
             varying=(0, 1, 2, 6, 7, 8, 9),
         )
         step = tile["BLOCK_N"] * tile["GROUP"]
-        return ExpandCall(fixed, sum(-(-columns // step) for columns in widths))
+        return ExpandCall(fixed.call, sum(-(-columns // step) for columns in widths))
 
     kind = None if ids is None else ids.dtype
-    key = ("expand", out.shape[0], out.dtype, h.dtype, kind, overtakes, chip)
-    return _cached(weights, key, make)
+    return _cached(weights, ("expand", rows, out.dtype, h.dtype, kind, overtakes, chip), make)
 
 
 def _cached(weights: LoRAWeights, key: Hashable, make: Callable[[], Call]) -> Call:

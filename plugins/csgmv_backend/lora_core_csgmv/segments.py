@@ -15,6 +15,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Words = NDArray[np.int32]
+Ints = NDArray[np.signedinteger]
 
 CHUNKS = ((1024, 16), (1 << 62, 32))
 """(up to this many rows, chunk size): small chunks while the chip has more places than work, larger
@@ -90,9 +92,9 @@ class Plan(NamedTuple):
         scales: float32 `[segments]`, or None when every factor is 1.
     """
 
-    indptr: Words
-    slots: Words
-    permutation: Words
+    indptr: Ints
+    slots: Ints
+    permutation: Ints
     scales: NDArray[np.float32] | None
 
     def write(self, block: Words, room: SegmentRoom) -> None:
@@ -107,72 +109,79 @@ class Plan(NamedTuple):
 
 
 _ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
-_NOTHING = np.empty(0, np.int32)
-EMPTY = Plan(np.zeros(1, np.int32), _NOTHING, _NOTHING, None)
 
 
-def plan_segments(
-    slots: Words,
-    ends: Words,
-    lengths: Words | None,
-    *,
-    rows: int,
-    scales: NDArray[np.float32] | None = None,
-) -> Plan:
+class Rows(NamedTuple):
+    """The rows of each request in one list.
+
+    Attributes:
+        lengths: int32 `[bs]`, or None when every request has exactly one row: the usual decode.
+        indptr: int32 `[bs + 1]`, where each begins, and the end.
+        num_rows: of all requests.
+    """
+
+    lengths: Words | None
+    indptr: Words
+    num_rows: int
+
+
+def rows_of(lengths: Sequence[int]) -> Rows:
+    """Host integers as arrays."""
+    requests = len(lengths)
+    if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
+        return Rows(None, counting(requests + 1), requests)
+    found = np.fromiter(lengths, np.int32, requests)
+    indptr = np.zeros(requests + 1, np.int32)
+    found.cumsum(out=indptr[1:])
+    return Rows(found, indptr, int(indptr[-1]))
+
+
+def plan_segments(slots: Words, rows: Rows, *, scales: NDArray[np.float32] | None = None) -> Plan:
     """Order the rows of a batch by adapter and cut them into chunks.
 
     Args:
         slots: int32 `[bs]`, negative for the base model.
-        ends: int32 `[bs]`, running sum of the lengths.
-        lengths: int32 `[bs]`, or None when every request has exactly one row.
-        rows: sum of the lengths, from which the chunk size follows.
+        rows: of each request.
         scales: `[bs]`, a factor per request; requests of one adapter but different factors share no
             segment.
     """
-    chunk = chunk_size(rows)
-    # by adapter; requests of the base model come first
-    order = slots.argsort(kind="stable") if scales is None else np.lexsort((scales, slots))
-    keys = slots.take(order)
-    base_only = int(keys.searchsorted(0))
-    requests: Words = order[base_only:].astype(np.int32)
-    keys = keys[base_only:]
-    if not len(keys):
-        return EMPTY
-
-    if lengths is None:
-        permutation = requests
-        request_ends = counting(len(requests) + 1)[1:]
-    else:
-        counts = lengths.take(requests)
-        request_ends = counts.cumsum(dtype=np.int32)
-        # request i covers rows ends - counts ..; its place in the permutation ends at request_ends
-        permutation = (ends.take(requests) - request_ends).repeat(counts)
+    lengths, indptr, num_rows = rows
+    chunk = chunk_size(num_rows)
+    # a group is an adapter with a factor, of which there are `per` to each; the base model comes first
+    keys, per = slots + 1, 1
+    if scales is not None and len(scales):
+        factors, which = np.unique(scales, return_inverse=True)
+        per = len(factors)
+        keys = keys * per + which
+    of_group = np.bincount(keys, minlength=per)  # requests
+    sortable = keys.astype(np.int16) if len(of_group) <= _INT16 else keys  # up to 16 bits by radix
+    base_only = of_group[0] if per == 1 else of_group[:per].sum()
+    order = sortable.argsort(kind="stable")[base_only:]
+    permutation = order
+    if lengths is not None:
+        counts = lengths.take(order)
+        # a request's rows stand from indptr on; their places in the permutation end at the sum so far
+        permutation = (indptr.take(order) + counts - counts.cumsum()).repeat(counts)
         permutation += counting(len(permutation))
+        of_group = np.bincount(keys, lengths, minlength=per).astype(np.intp)  # from here on, rows
+    of_group[:per] = 0
 
-    last = np.empty(len(keys), np.bool_)  # the last request of each group that may share segments
-    last[-1] = True
-    np.not_equal(keys[1:], keys[:-1], out=last[:-1])
-    if scales is not None:
-        scales = scales.take(requests)
-        last[:-1] |= scales[1:] != scales[:-1]
-    ends_of = request_ends[last]  # per group, in the permutation
-    starts_of = np.empty_like(ends_of)
-    starts_of[0] = 0
-    starts_of[1:] = ends_of[:-1]
-
-    pieces = (ends_of - starts_of + np.int32(chunk - 1)) // np.int32(chunk)
-    piece_ends = pieces.cumsum(dtype=np.int32)
-    indptr = counting(int(piece_ends[-1]) + 1) * np.int32(chunk)
-    indptr[:-1] += (starts_of - (piece_ends - pieces) * np.int32(chunk)).repeat(pieces)
-    indptr[-1] = len(permutation)
+    pieces = (of_group + (chunk - 1)) // chunk
+    ends = pieces.cumsum()
+    groups = counting(len(pieces)).repeat(pieces)
+    starts = (of_group.cumsum() - of_group) - (ends - pieces) * chunk
+    segments = counting(len(groups) + 1) * chunk
+    segments[:-1] += starts.take(groups)
+    segments[-1] = len(permutation)
     return Plan(
-        indptr,
-        keys[last].repeat(pieces),
-        permutation,
-        None if scales is None else scales[last].repeat(pieces),
+        indptr=segments,
+        slots=(groups if per == 1 else groups // per) - 1,
+        permutation=permutation,
+        scales=None if scales is None or not len(scales) else factors.take(groups % per),
     )
 
 
+_INT16 = 1 << 15
 _numbers = np.arange(4096, dtype=np.int32)
 
 

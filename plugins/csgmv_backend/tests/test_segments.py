@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_core_csgmv import segments
-from lora_core_csgmv.segments import chunk_size, plan_segments, room_for
+from lora_core_csgmv.segments import chunk_size, plan_segments, room_for, rows_of
 
 
 def expected_plan(slots, lengths, scales, chunk):
@@ -33,14 +33,8 @@ def expected_plan(slots, lengths, scales, chunk):
 
 
 def plan(slots, lengths, scales=None):
-    lengths = np.array(lengths, np.int32)
-    return plan_segments(
-        np.array(slots, np.int32),
-        lengths.cumsum(dtype=np.int32),
-        lengths,
-        rows=int(lengths.sum()),
-        scales=None if scales is None else np.array(scales, np.float32),
-    )
+    scales = None if scales is None else np.array(scales, np.float32)
+    return plan_segments(np.array(slots, np.int32), rows_of(lengths), scales=scales)
 
 
 requests = st.lists(
@@ -71,11 +65,9 @@ def test_requests_of_different_factors_share_no_segment(batch):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=60))
 def test_one_row_each_is_the_same_without_lengths(slots):
-    ones = np.ones(len(slots), np.int32)
-    short = plan_segments(
-        np.array(slots, np.int32), ones.cumsum(dtype=np.int32), None, rows=len(slots)
-    )
-    long = plan(slots, ones)
+    short = plan(slots, [1] * len(slots))
+    long = plan(slots, np.ones(len(slots), np.int32))
+    assert rows_of([1] * len(slots)).lengths is None
     assert [part.tolist() for part in long[:3]] == [part.tolist() for part in short[:3]]
 
 

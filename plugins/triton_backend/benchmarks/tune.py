@@ -161,7 +161,9 @@ class Problem:
                 out = torch.mm(self.x, w.T)
                 h = self.h if form == "expand" else self.backend.shrink(self.x, weights)
             info = self.backend.batch_info  # as `linear` does it in a graph
-            self.backend._expand(h, weights, out, info, info.work, may_overtake=True)
+            tiles = self.backend._tiles(info, info.work, len(out), weights)
+            launch = expand_module.expand
+            launch(h, weights, out, info.work, info.meta, tiles, may_overtake=True)
             outs.append(out)
         return outs
 

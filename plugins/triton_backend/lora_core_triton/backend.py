@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lora_core.backend import BackendConfig, BaseModule, LoRABackend
+from lora_core.backend import BackendConfig, BaseModule
 from lora_core.batch import NO_LORA, BatchInfo, LoRABatch, RequestTable
 from lora_core.capabilities import Capabilities, GraphKind, Op
-from lora_core.errors import BatchMismatchError, TensorMismatchError, UnsupportedOpError
+from lora_core.errors import BatchMismatchError, TensorMismatchError
+from lora_core.staged import StagedBackend, int32
 from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
@@ -31,6 +32,7 @@ from lora_core_triton.worklist import (
     most_tiles,
     rows_of,
     slots_at,
+    step,
     write,
 )
 
@@ -55,7 +57,7 @@ class TritonBatchInfo(BatchInfo):
     highest_slot: int
 
 
-class TritonBackend(LoRABackend[TritonBatchInfo]):
+class TritonBackend(StagedBackend[TritonBatchInfo]):
     """Segment kernels: the rows of a slot are the segment, cut into tiles of equal work."""
 
     name: ClassVar[str] = "triton"
@@ -68,9 +70,6 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         device_types=frozenset({"cpu"} if INTERPRETED else {"cuda"}),
         graphs=frozenset({"decode", "prefill", "verify"}),
         batch_invariant=True,
-    )
-    _dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(
-        getattr(torch, dtype) for dtype in capabilities.dtypes
     )
 
     def __init__(
@@ -92,65 +91,46 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
     # -- batch state -----------------------------------------------------------------------------
 
     @override
-    def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> TritonBatchInfo:
-        previous = self.batch_info
-        self.batch_info = None
-        try:
-            info = self._prepare(batch, graph)
-        except BaseException:
-            if previous is not None and previous.graph is not None:
-                self._neutralise(previous.graph)
-            raise
-        if previous is not None and previous.graph not in (None, graph):
-            self._neutralise(previous.graph)  # the same kind is overwritten as a whole
-        self.batch_info = info
-        return info
-
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> TritonBatchInfo:
-        requests = len(batch.lengths)
-        slots = np.fromiter(batch.slots, np.int32, requests)
-        scales = None
+        requests, slots, scales = len(batch.lengths), int32(batch.slots), None
         if batch.scales is not None:
             scales = np.fromiter(batch.scales, np.float32, requests).view(np.int32)
         listed = [rows_of(lengths) for lengths in (batch.lengths, *batch.logits)]
-        indptr = listed[0].indptr
-        tokens = int(indptr[-1])
-        most = requests
-        if graph is not None:
+        _, indptr, tokens = listed[0]
+        rooms: Sequence[Room]
+        if graph is None:
+            most = step(requests)
+            parts = [
+                cut(slots, rows, scales, gathered=rows.num_rows <= tables.GATHERED_MAX_ROWS)
+                for rows in listed
+            ]
+            rooms = eager_rooms(most, parts)
+            meta = torch.empty(rooms[-1].end, dtype=torch.int32, device=self.device)
+        else:
             room = self._require_graph(
                 graph, requests=requests, tokens=tokens, passes=len(batch.logits)
             )
             most = room.max_requests
-        parts = []
-        for rows in listed:
-            few = rows.indptr[-1] <= tables.GATHERED_MAX_ROWS
-            gathered = bool(few) if graph is None else graph != "prefill"
-            parts.append(cut(slots, rows, scales, gathered=gathered))
-        if graph is None:
-            rooms: Sequence[Room] = eager_rooms(requests, parts)
-            meta = torch.empty(rooms[-1].end, dtype=torch.int32, device=self.device)
-        else:
-            rooms = graph_rooms(graph, *room)
-            meta = self.workspace.static[graph]
+            parts = [cut(slots, rows, scales, gathered=graph != "prefill") for rows in listed]
             if len(parts) == 1:  # a captured lm_head reads the second list, whoever replays
                 parts *= 2
+            rooms = graph_rooms(graph, most, room.max_tokens)
+            meta = self.workspace.static[graph]
 
-        at, words = slots_at(most), rooms[-1].end
-        entry = self.workspace.staging.acquire(words)
+        at = slots_at(most)
+        entry = self.workspace.staging.acquire(rooms[-1].end)
         host = entry.host
         host[: requests + 1] = indptr
-        host[requests + 1 : most + 1] = tokens
         host[at : at + requests] = slots
-        host[at + requests : at + most] = NO_LORA
+        static = None
+        if graph is None:
+            exact = RequestTable(meta[: requests + 1], meta[at : at + requests])
+        else:
+            host[requests + 1 : most + 1] = tokens
+            host[at + requests : at + most] = NO_LORA
+            exact, static = self._request_tables(graph, requests)
         works = tuple([write(host, place, part) for place, part in zip(rooms, parts, strict=True)])
         entry.send(meta)
-
-        exact = RequestTable(meta[: requests + 1], meta[at : at + requests])
-        static = None
-        if graph is not None:
-            static = exact
-            if requests != most:
-                static = RequestTable(meta[: most + 1], meta[at : at + most])
         return TritonBatchInfo(
             num_tokens=tokens,
             mode=batch.mode,
@@ -166,21 +146,14 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         )
 
     @override
-    def reset_batch_state(self) -> None:
-        info = self.batch_info
-        self.batch_info = None
-        if info is not None and info.graph is not None:
-            self._neutralise(info.graph)
+    def _graph_words(self, kind: GraphKind, room: GraphRoom) -> int:
+        return graph_rooms(kind, room.max_requests, room.max_tokens)[-1].end
 
     @override
-    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
-        if kind not in self.capabilities.graphs:
-            raise self._unclaimed_graph(kind)
-        words = graph_rooms(kind, max_requests, max_tokens)[-1].end
-        self.workspace.static[kind] = torch.empty(words, dtype=torch.int32, device=self.device)
-        self.workspace.graph_room[kind] = GraphRoom(max_requests, max_tokens)
-        self._neutralise(kind)
+    def _slots_at(self, max_requests: int) -> int:
+        return slots_at(max_requests)
 
+    @override
     def _neutralise(self, kind: GraphKind) -> None:
         """Every tile dead, every request empty."""
         static = self.workspace.static[kind]
@@ -219,7 +192,12 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         info = self._require_linear("shrink", x, weights)
         self._require_work("shrink", x.shape[0], info, info.work, weights)
         self._require_last_contiguous("shrink", "x", x)
-        return self._shrink(x, weights, info, info.work)
+        rows, work = x.shape[0], info.work
+        if not self._launches(info, work, rows):
+            shape = (rows, weights.layout.num_slices, weights.max_rank)
+            return x.new_empty(shape, dtype=torch.float32)
+        tiles, scratch = self._tiles(info, work, rows, weights), info.graph is None
+        return shrink(x, weights, work, info.meta, self.workspace, tiles, scratch=scratch)
 
     @override
     def expand(self, h: Tensor, weights: LoRAWeights, out: Tensor) -> Tensor:
@@ -238,10 +216,13 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 f"{tuple(out.shape)} on {out.device}, expected h {expected} float32 and out "
                 f"[rows, {weights.layout.out_features}] on {weights.b.device}"
             )
+        self._require_accepted("expand", weights)
         self._require_work("expand", h.shape[0], info, info.work, weights)
         self._require_last_contiguous("expand", "h", h)
         self._require_last_contiguous("expand", "out", out)
-        self._expand(h, weights, out, info, info.work)
+        if self._launches(info, info.work, h.shape[0]):
+            tiles = self._tiles(info, info.work, h.shape[0], weights)
+            expand(h, weights, out, info.work, info.meta, tiles)
         return out
 
     @override
@@ -274,6 +255,7 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 f"backend 'triton': embedding got ids on {input_ids.device}, but the adapter weights "
                 f"are on {weights.a.device}"
             )
+        self._require_accepted("embedding", weights)
         self._require_work("embedding", input_ids.shape[0], info, info.work, weights)
         out = base(input_ids)
         if self._launches(info, info.work, input_ids.shape[0]):
@@ -293,23 +275,30 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
         info: TritonBatchInfo,
         work: WorkList,
     ) -> Tensor:
-        self._require_work(op, x.shape[0], info, work, weights)
+        rows = x.shape[0]
+        self._require_work(op, rows, info, work, weights)
         self._require_last_contiguous(op, "x", x)
-        if not self._launches(info, work, x.shape[0]):
+        if not self._launches(info, work, rows):
             return base(x)
+        meta, tiles = info.meta, self._tiles(info, work, rows, weights)
+        if info.graph is None:
+            out = base(x)
+            h = shrink(x, weights, work, meta, self.workspace, tiles, scratch=True, h_scratch=True)
+            expand(h, weights, out, work, meta, tiles)
+            return out
         if not self._overlaps(x):
             out = base(x)
-            h = self._shrink(x, weights, info, work)
+            h = shrink(x, weights, work, meta, self.workspace, tiles, scratch=False)
         else:
             main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                h = self._shrink(x, weights, info, work)
+                h = shrink(x, weights, work, meta, self.workspace, tiles, scratch=False)
             out = base(x)
             main.wait_stream(side)
         # Whatever writes weights or the work list has ended before the launch in front of this one
         # began. Of graph batches only, warm-up included: the same kernels are then captured.
-        self._expand(h, weights, out, info, work, may_overtake=info.graph is not None)
+        expand(h, weights, out, work, meta, tiles, may_overtake=True)
         return out
 
     @staticmethod
@@ -320,32 +309,6 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
             and x.shape[0] <= tables.OVERLAP_MAX_ROWS
             and torch.cuda.is_current_stream_capturing()
         )
-
-    def _shrink(
-        self, x: Tensor, weights: LoRAWeights, info: TritonBatchInfo, work: WorkList
-    ) -> Tensor:
-        num_rows = x.shape[0]
-        if not self._launches(info, work, num_rows):
-            shape = (num_rows, weights.layout.num_slices, weights.max_rank)
-            return torch.empty(shape, dtype=torch.float32, device=x.device)
-        tiles = self._tiles(info, work, num_rows, weights)
-        return shrink(
-            x, weights, work, info.meta, self.workspace, tiles, scratch=info.graph is None
-        )
-
-    def _expand(
-        self,
-        h: Tensor,
-        weights: LoRAWeights,
-        out: Tensor,
-        info: TritonBatchInfo,
-        work: WorkList,
-        *,
-        may_overtake: bool = False,
-    ) -> None:
-        if self._launches(info, work, h.shape[0]):
-            tiles = self._tiles(info, work, h.shape[0], weights)
-            expand(h, weights, out, work, info.meta, tiles, may_overtake=may_overtake)
 
     @staticmethod
     def _launches(info: TritonBatchInfo, work: WorkList, rows: int) -> bool:
@@ -374,13 +337,10 @@ class TritonBackend(LoRABackend[TritonBatchInfo]):
                 f"backend 'triton': {op} is for a batch that names slot {info.highest_slot}, but the "
                 f"adapter weights have {weights.num_slots} slots"
             )
-        if weights.a.dtype not in self._dtypes:
-            raise UnsupportedOpError(
-                backend=self.name,
-                op=op,
-                limit=f"dtypes {sorted(self.capabilities.dtypes)}",
-                value=weights.a.dtype,
-            )
+
+    @override
+    def _require_supported(self, op: str, weights: LoRAWeights) -> None:
+        super()._require_supported(op, weights)
         self._require_last_contiguous(op, "weights.a", weights.a)
 
     def _require_last_contiguous(self, op: str, what: str, tensor: Tensor) -> None:

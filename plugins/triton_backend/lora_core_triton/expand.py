@@ -147,18 +147,18 @@ def expand(
             after those were written; then this one may begin before that one has ended.
     """
     room, source = work.room, h if ids is None else weights.a
-    ids_dtype = None if ids is None else ids.dtype
-    key = ("expand", band(out.shape[0]), room.gathered, out.dtype, ids_dtype, may_overtake)
+    kind = None if ids is None else ids.dtype
+    key = ("expand", band(out.shape[0]), room, out.dtype, kind, may_overtake, source.stride())
     site = cached(
         weights,
         key,
         lambda: _Site(source, weights, out, room, meta, ids, may_overtake=may_overtake),
     )
-    site.launch(
-        (site.blocks, tiles * site.programs_per_tile, 1),
-        *(out, source, meta, meta if ids is None else ids),
-        *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0), source.stride(site.h_row)),
-    )
+    grid = (site.blocks, tiles * site.programs_per_tile, 1)
+    if ids is None:
+        site.launch(grid, out, source, meta, out.stride(0))
+    else:
+        site.launch(grid, out, source, meta, out.stride(0), ids)
 
 
 class _Site:
@@ -186,14 +186,16 @@ class _Site:
         bound = constexprs(tile, weights.layout, weights.max_rank, room, embedding, overtakes)
         self.blocks = sum(-(-width // tile["BN"]) for width in weights.layout.widths)
         self.programs_per_tile = room.tile_rows // tile["BM"]
-        self.h_row, h_slice = (1, 0) if embedding else (0, 1)
+        h_row, h_slice = (1, 0) if embedding else (0, 1)
         args = (
-            *(out, source, meta, b, weights.ranks, weights.scalings, meta if ids is None else ids),
+            *(out, source, meta, b, weights.ranks, weights.scalings),
+            weights.ranks if ids is None else ids,
             *(room.tiles_at, room.rows_at, room.scales_at, out.stride(0)),
-            *(source.stride(self.h_row), source.stride(h_slice)),
+            *(source.stride(h_row), source.stride(h_slice)),
             *(b.stride(0), b.stride(1), b.stride(2)),
         )
-        self.launch = _launch(tuple(bound.items())).fix(args, (0, 1, 2, 6, 7, 8, 9, 10, 11))
+        varying = (0, 1, 2, 10, 6) if embedding else (0, 1, 2, 10)
+        self.launch = _launch(tuple(bound.items())).fix(args, varying).call
 
 
 @cache

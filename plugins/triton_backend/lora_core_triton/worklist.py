@@ -38,9 +38,11 @@ ONE = int(np.float32(1.0).view(np.int32))
 """The bits of the scale 1.0."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Room:
     """Where the parts of one work list stand in the buffer, and how much fits.
+
+    Equal rooms are one object (`lay_out`), so that launches are found by it in no time.
 
     Attributes:
         tiles_at: word offset of `tiles`; `max_tiles` fit.
@@ -61,8 +63,7 @@ class Room:
     gathered: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WorkList:
+class WorkList(NamedTuple):
     """One filled work list.
 
     Attributes:
@@ -81,27 +82,21 @@ class Cut(NamedTuple):
 
     Attributes:
         num_rows: rows that belong to requests.
-        total: tiles.
         slots: of each tile.
-        first: row of each tile; contiguous only.
         counts: rows of each tile.
-        scales: bits of each tile's scale, contiguous only, or None for 1.
-        rows: gathered only: the rows, sorted by slot,
-        to: where each goes,
-        row_scales: and its scale's bits, or None for 1.
+        first: row of each tile; contiguous only.
+        rows: gathered only, `tile_rows` for each tile; those past a tile's count mean nothing.
+        scales: bits of the scale of each tile, gathered: of each of `rows`. None for 1.
         highest_slot: `NO_LORA` when there is no tile.
         gathered: which form.
     """
 
     num_rows: int
-    total: int
     slots: Ints
-    first: Ints | None
     counts: Ints
-    scales: Ints | None
+    first: Ints | None
     rows: Ints | None
-    to: Ints | None
-    row_scales: Ints | None
+    scales: Ints | None
     highest_slot: int
     gathered: bool
 
@@ -110,31 +105,25 @@ class Rows(NamedTuple):
     """The rows of each request in one list.
 
     Attributes:
-        lengths: [bs].
+        lengths: [bs], or None when every request has exactly one row: the usual decode.
         indptr: [bs + 1], where each begins, and the end.
-        one_each: whether every request has exactly one: the usual decode.
+        num_rows: of all requests.
     """
 
-    lengths: Ints
+    lengths: Ints | None
     indptr: Ints
-    one_each: bool
+    num_rows: int
 
 
 def rows_of(lengths: Sequence[int]) -> Rows:
     """Host integers as arrays."""
     requests = len(lengths)
     if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
-        return _one_each(requests)
+        return Rows(None, counting(requests + 1), requests)
     rows = np.fromiter(lengths, np.int32, requests)
     indptr = np.zeros(requests + 1, np.int32)
     rows.cumsum(out=indptr[1:])
-    return Rows(rows, indptr, one_each=False)
-
-
-@lru_cache(maxsize=1024)
-def _one_each(requests: int) -> Rows:
-    indptr = np.arange(requests + 1, dtype=np.int32)
-    return Rows(np.ones(requests, np.int32), indptr, one_each=True)
+    return Rows(rows, indptr, int(indptr[-1]))
 
 
 def cut(slots: Ints, listed: Rows, scales: Ints | None, *, gathered: bool) -> Cut:
@@ -146,83 +135,108 @@ def cut(slots: Ints, listed: Rows, scales: Ints | None, *, gathered: bool) -> Cu
         scales: bits of each request's scale, or None for 1.
         gathered: which form.
     """
-    rows, indptr, one_each = listed
-    num_rows, first = int(indptr[-1]), indptr[:-1]
-    if not one_each or slots.min(initial=0) < 0:
-        live = (slots >= 0) & (rows > 0)
-        slots, first, rows = slots[live], first[live], rows[live]
-        scales = None if scales is None else scales[live]
-    if not len(slots):
-        none = slots[:0]
-        return Cut(num_rows, 0, none, none, none, None, none, none, None, NO_LORA, gathered)
-    return (_gather if gathered else _split)(num_rows, slots, first, rows, scales, one_each)
+    rows, indptr, num_rows = listed
+    if gathered and rows is None:
+        return _gather(num_rows, slots, None, scales)
+    if rows is None:
+        rows = np.ones(len(slots), np.int32)
+    live = (slots >= 0) & (rows > 0)
+    slots, first, rows = slots[live], indptr[:-1][live], rows[live]
+    scales = None if scales is None else scales[live]
+    if not gathered:
+        return _split(num_rows, slots, first, rows, scales)
+    row = (first - (rows.cumsum() - rows)).repeat(rows)
+    row += counting(len(row))
+    scales = None if scales is None else scales.repeat(rows)
+    return _gather(num_rows, slots.repeat(rows), row, scales)
 
 
-def _gather(
-    num_rows: int, slots: Ints, first: Ints, rows: Ints, scales: Ints | None, one_each: bool
-) -> Cut:
-    """Rows sorted by slot; every slot begins a tile of its own."""
-    if not one_each:
-        before = rows.cumsum() - rows
-        first = (first - before).repeat(rows) + np.arange(int(rows.sum()))
-        slots = slots.repeat(rows)
-        scales = None if scales is None else scales.repeat(rows)
-    order = slots.argsort(kind="stable")
-    counts = np.bincount(slots)
-    highest = len(counts) - 1
-    slots = counts.nonzero()[0]
-    counts = counts[slots]
-    tiles_of = (counts + (tables.GATHERED_TILE_ROWS - 1)) // tables.GATHERED_TILE_ROWS
-    ends = tiles_of.cumsum()
-    gaps = (ends - tiles_of) * tables.GATHERED_TILE_ROWS - (counts.cumsum() - counts)
-    to = (np.arange(len(order)) + gaps.repeat(counts)).astype(np.intp, copy=False)
-    total = int(ends[-1])
-    if total != len(slots):
-        done = (np.arange(total) - (ends - tiles_of).repeat(tiles_of)) * tables.GATHERED_TILE_ROWS
-        slots = slots.repeat(tiles_of)
-        counts = np.minimum(counts.repeat(tiles_of) - done, tables.GATHERED_TILE_ROWS)
-    row_scales = None if scales is None else scales[order]
+def _gather(num_rows: int, slots: Ints, rows: Ints | None, scales: Ints | None) -> Cut:
+    """Rows ordered by slot; every slot begins a tile of its own.
+
+    Args:
+        num_rows: rows that belong to requests.
+        slots: of each row that may have an adapter.
+        rows: number of each of them, or None when they are all rows.
+        scales: of each of them.
+    """
+    size = tables.GATHERED_TILE_ROWS
+    keys = slots + 1  # so that rows without an adapter come first
+    counts = np.bincount(keys, minlength=1)
+    # every slot is filled up to whole tiles, and the sort brings what fills it up behind its rows
+    short = -counts & (size - 1)
+    short[0] = 0
+    keys = np.concatenate((keys, counting(len(short)).repeat(short)))
+    sortable = (
+        keys.astype(np.int16) if len(counts) <= _INT16 else keys
+    )  # a radix sort up to 16 bits
+    order = sortable.argsort(kind="stable")[counts[0] :]
+    of_tile = keys.take(order[::size])
+    missing = short.take(of_tile)
+    missing[:-1] *= of_tile[1:] != of_tile[:-1]  # of a slot's last tile only
     return Cut(
-        num_rows, total, slots, None, counts, None, first[order], to, row_scales, highest, True
+        num_rows=num_rows,
+        slots=of_tile - 1,
+        counts=size - missing,
+        first=None,
+        rows=order if rows is None else rows.take(order, mode="clip"),
+        scales=None if scales is None else scales.take(order, mode="clip"),
+        highest_slot=len(counts) - 2,
+        gathered=True,
     )
 
 
-def _split(
-    num_rows: int, slots: Ints, first: Ints, rows: Ints, scales: Ints | None, one_each: bool
-) -> Cut:
+def _split(num_rows: int, slots: Ints, first: Ints, rows: Ints, scales: Ints | None) -> Cut:
     """Tiles within each request."""
-    if not one_each:
-        size = tables.CONTIGUOUS_TILE_ROWS
-        tiles_of = (rows + (size - 1)) // size
-        ends = tiles_of.cumsum()
-        done = (np.arange(int(ends[-1])) - (ends - tiles_of).repeat(tiles_of)) * size
-        slots, first = slots.repeat(tiles_of), first.repeat(tiles_of) + done
-        rows = np.minimum(rows.repeat(tiles_of) - done, size)
-        scales = None if scales is None else scales.repeat(tiles_of)
-    highest = int(slots.max())
-    return Cut(num_rows, len(slots), slots, first, rows, scales, None, None, None, highest, False)
+    size = tables.CONTIGUOUS_TILE_ROWS
+    tiles_of = (rows + (size - 1)) // size
+    done = counting(int(tiles_of.sum())) - (tiles_of.cumsum() - tiles_of).repeat(tiles_of)
+    done *= size
+    slots = slots.repeat(tiles_of)
+    return Cut(
+        num_rows=num_rows,
+        slots=slots,
+        counts=np.minimum(rows.repeat(tiles_of) - done, size),
+        first=first.repeat(tiles_of) + done,
+        rows=None,
+        scales=None if scales is None else scales.repeat(tiles_of),
+        highest_slot=int(slots.max(initial=NO_LORA)),
+        gathered=False,
+    )
 
 
 def write(host: Ints, room: Room, part: Cut) -> WorkList:
     """Put a list at its place, its tail dead."""
-    tiles = host[room.tiles_at : room.tiles_at + 4 * room.max_tiles].reshape(room.max_tiles, 4)
-    total = part.total
-    tiles[:total, 0] = part.slots
-    tiles[:total, 2] = part.counts
-    tiles[total:, 0] = NO_LORA
-    if part.to is not None and part.rows is not None:
-        host[room.rows_at : room.scales_at][part.to] = part.rows
-        scales = host[room.scales_at : room.end]
-        if part.row_scales is None:
-            scales[: total * room.tile_rows] = ONE
-        else:
-            scales[part.to] = part.row_scales
-    elif part.first is not None:
-        tiles[:total, 1] = part.first
-        tiles[:total, 3] = ONE if part.scales is None else part.scales
+    total, at = len(part.slots), room.tiles_at
+    end = at + 4 * total
+    host[at:end:4] = part.slots
+    host[at + 2 : end : 4] = part.counts
+    if total != room.max_tiles:
+        host[end : at + 4 * room.max_tiles : 4] = NO_LORA
+    scales = ONE if part.scales is None else part.scales
+    if part.rows is not None:
+        words = len(part.rows)
+        host[room.rows_at : room.rows_at + words] = part.rows
+        host[room.scales_at : room.scales_at + words] = scales
+    else:
+        host[at + 1 : end : 4] = part.first
+        host[at + 3 : end : 4] = scales
     return WorkList(room, part.num_rows, total)
 
 
+_INT16 = 1 << 15
+_numbers = np.arange(4096, dtype=np.int32)
+
+
+def counting(count: int) -> NDArray[np.int32]:
+    """0, 1, ..., count - 1; to be read, never written."""
+    global _numbers  # a pure cache
+    if count > len(_numbers):
+        _numbers = np.arange(2 * count, dtype=np.int32)
+    return _numbers[:count]
+
+
+@lru_cache(maxsize=4096)
 def lay_out(at: int, max_tiles: int, *, gathered: bool) -> Room:
     """Reserve the words of one list of up to `max_tiles` tiles from offset `at` on."""
     tile_rows = tables.GATHERED_TILE_ROWS if gathered else tables.CONTIGUOUS_TILE_ROWS
@@ -237,14 +251,19 @@ def most_tiles(rows: int, segments: int, tile_rows: int) -> int:
     return segments + (rows - segments) // tile_rows
 
 
-def eager_rooms(requests: int, parts: Sequence[Cut]) -> list[Room]:
-    """Exactly the room that these lists need."""
+def eager_rooms(most_requests: int, parts: Sequence[Cut]) -> list[Room]:
+    """Room for these lists, in steps: batches of about one size share their rooms."""
     rooms: list[Room] = []
-    at = lists_at(requests)
+    at = lists_at(most_requests)
     for part in parts:
-        rooms.append(lay_out(at, part.total, gathered=part.gathered))
+        rooms.append(lay_out(at, step(len(part.slots)), gathered=part.gathered))
         at = rooms[-1].end
     return rooms
+
+
+def step(count: int) -> int:
+    """`count` rounded up to a power of two, 8 at least: how much eager batches reserve."""
+    return max(8, 1 << max(count - 1, 0).bit_length())
 
 
 @lru_cache(maxsize=256)
