@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_core.triton_kit import AotCase, Rule, Tile, TileTable
 from lora_core.weights import SliceLayout
-from lora_core_triton import expand, shrink, tables
+from lora_core_triton import expand, fused, fused_tables, shrink, tables
 from lora_core_triton.worklist import Room, lay_out
 
 _SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -14,11 +14,12 @@ _OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 _QKV = SliceLayout((4096, 1024, 1024))
 _ODD = SliceLayout((100,))
 _OVERTAKING = frozenset({"sm90", "sm100"})  # griddepcontrol
+_FUSED = frozenset({"sm90"})  # where the table of the product has tiles
 
 
 def cases() -> list[AotCase]:
-    """Shrink and expand: dtypes, both forms of the work list, even and odd shapes."""
-    return [*_shrink_cases(), *_expand_cases()]
+    """Shrink and expand: dtypes, both forms of the work list, even and odd shapes. Product and seams."""
+    return [*_shrink_cases(), *_expand_cases(), *_product_cases(), *_seams_cases()]
 
 
 def _combinations(table: TileTable) -> Iterator[tuple[str, Tile, Room]]:
@@ -82,7 +83,7 @@ def _shrink_cases() -> Iterator[AotCase]:
 def _expand_cases() -> Iterator[AotCase]:
     integers = (
         *("tiles_at", "rows_at", "scales_at", "out_row", "h_row", "h_slice"),
-        *("b_slot", "b_column", "b_rank"),
+        *("b_slot", "b_column", "b_rank", "slots"),
     )
     for dtype, tile, room in _combinations(tables.EXPAND):
         for layout, embedding in ((_QKV, False), (_ODD, False), (_ODD, True)):
@@ -108,6 +109,66 @@ def _expand_cases() -> Iterator[AotCase]:
                 unaligned=frozenset({"out_row", "out"}) if odd else frozenset(),
                 archs=_OVERTAKING if overtakes else None,
             )
+
+
+def _product_cases() -> Iterator[AotCase]:
+    tiles = {rule.tile for rule in fused_tables.PRODUCT.rules if rule.family == "sm90"}
+    for tile in sorted(tiles, key=_words):
+        for dtype in ("fp16", "bf16"):
+            for has_bias in (False, True):
+                bound = fused.constexprs(tile, _QKV, has_bias, 132)
+                bm, bn, bk = (bound[name] for name in ("BM", "BN", "BK"))
+                descriptors = {
+                    "x_desc": f"tensordesc<{dtype}[{bm}, {bk}]>",
+                    "w_desc": f"tensordesc<{dtype}[{bn}, {bk}]>",
+                    "out_desc": f"tensordesc<{dtype}[{bm}, {bn // 2 if tile['HALVES'] else bn}]>",
+                }
+                yield AotCase(
+                    label=f"product[{dtype} {_words(tile)} bias={has_bias}]",
+                    kernel=fused.product_kernel,
+                    types={
+                        "h": "*fp32",
+                        **descriptors,
+                        "bias": f"*{dtype}",
+                        "b": f"*{dtype}",
+                        "ranks": "*i32",
+                        "scalings": "*fp32",
+                        "plan": "*i32",
+                        **dict.fromkeys(
+                            ("num_rows", "num_planned", "K", "h_row", "h_slice"), "i32"
+                        ),
+                        **dict.fromkeys(("b_slot", "b_column", "b_rank"), "i32"),
+                    },
+                    options={name: bound.pop(name) for name in _OPTIONS if name in bound},
+                    constexprs=bound,
+                    ones=frozenset({"b_column"}),
+                    unaligned=frozenset({*descriptors, "num_rows", "num_planned"}),
+                    archs=_FUSED,
+                )
+
+
+def _seams_cases() -> Iterator[AotCase]:
+    for dtype in ("fp16", "bf16"):
+        bound = fused.seam_constexprs(_QKV, fused_tables.PLAN_ROWS)
+        yield AotCase(
+            label=f"seams[{dtype}]",
+            kernel=fused.seams_kernel,
+            types={
+                "out": f"*{dtype}",
+                "h": "*fp32",
+                "b": f"*{dtype}",
+                "ranks": "*i32",
+                "scalings": "*fp32",
+                "seams": "*i32",
+                **dict.fromkeys(
+                    ("out_row", "h_row", "h_slice", "b_slot", "b_column", "b_rank"), "i32"
+                ),
+            },
+            options={name: bound.pop(name) for name in _OPTIONS if name in bound},
+            constexprs=bound,
+            ones=frozenset({"b_column"}),
+            archs=_FUSED,
+        )
 
 
 def _words(tile: Tile) -> str:
