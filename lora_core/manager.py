@@ -725,6 +725,7 @@ class LoRAManager:
                     limit=f"ops {sorted(self.backend.capabilities.ops)}",
                     value=scales,
                 )
+            self._refuse_scaled_experts(requests, wanted)
         if graph is not None:
             whole = [a.name for a in wanted.values() if a.packed and a.packed.whole]
             if whole:
@@ -733,6 +734,22 @@ class LoRAManager:
                     "graph cannot follow: run it in eager mode"
                 )
         return scales
+
+    def _refuse_scaled_experts(
+        self, requests: Sequence[LoRARequest], wanted: Mapping[str, _Adapter]
+    ) -> None:
+        """Scales reach linear sites alone: an adapter would be scaled in one part and not in another."""
+        for request in requests:
+            if request.adapter is None or request.scale in (None, 1.0):
+                continue
+            for module in wanted[request.adapter].info.modules:
+                if isinstance(self.layers.get(module), ExpertsProjection):
+                    raise UnsupportedOpError(
+                        backend="experts",
+                        op="scales",
+                        limit=f"adapters that leave experts alone; {request.adapter!r} changes {module}",
+                        value=request.scale,
+                    )
 
     def _seat(self, wanted: Mapping[str, _Adapter]) -> None:
         """Give every adapter a slot, or change nothing.

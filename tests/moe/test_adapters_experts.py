@@ -16,8 +16,10 @@ from lora_core.errors import (  # noqa: E402
     AdapterMismatchError,
     AttachError,
     UnsupportedAdapterError,
+    UnsupportedOpError,
 )
 from lora_core.integrations.transformers import attach, detach  # noqa: E402
+from lora_core.manager import LoRARequest  # noqa: E402
 from tests.moe.models import MODELS, tiny_model  # noqa: E402
 
 RANK, EXPERTS, HIDDEN, INNER = 3, 4, 32, 24
@@ -331,3 +333,17 @@ class TestRefusals:
         tensors = as_stacked(one_delta(), self.HOME) | as_single_experts(one_delta(), self.HOME)
         with pytest.raises(AdapterFormatError, match="both adapt"):
             self.load(tensors)
+
+
+def test_a_scale_that_would_not_reach_experts_is_refused_by_name():
+    """Before anything changes; a scale of 1 is none, and the base has nothing to scale."""
+    model = tiny_model("qwen3_moe")
+    home = "base_model.model.model.layers.0.mlp.experts"
+    manager = attach(model, "torch", max_loras=2, max_rank=8)
+    manager.load_adapter("e", (config(), as_stacked(one_delta(), home)))
+    with pytest.raises(UnsupportedOpError, match=r"'e' changes model\.layers\.0\.mlp\.experts"):
+        manager.prepare([LoRARequest("e", scale=0.5)])
+    assert manager.backend.batch_info is None
+    manager.prepare([LoRARequest("e", scale=1.0), LoRARequest(None, scale=0.5)])
+    manager.reset()
+    detach(model)
