@@ -124,6 +124,9 @@ def _dense(options: argparse.Namespace) -> int:
 
 
 def _moe(options: argparse.Namespace) -> int:
+    if not options.backends:  # both of what peers do: adding, and writing deltas
+        names = _names(options, list_moe_backends)
+        options.backends = ",".join(f"{name}{form}" for name in names for form in moe.FORMS)
     return _cells(options, "moe", moe_cells(options.grid), moe, list_moe_backends)
 
 

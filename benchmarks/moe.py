@@ -25,6 +25,8 @@ REPEATS = 4
 _FLUSH_BYTES = 256 << 20
 _CHECKED_PAIRS = 2048
 _PRODUCT = "base product"
+FORMS = ("", ":deltas")
+"""Of a backend: adding to the base's result, and overwriting what is there with the delta."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,14 @@ def build(cell: MoECell, *, device: torch.device, dtype: torch.dtype) -> Problem
 
 
 def our_call(problem: Problem, name: str) -> Callable[[], None]:
-    """A backend through the contract: route, gate_up, down."""
+    """A backend through the contract: route, gate_up, down.
+
+    `NAME:deltas` writes the delta over `out` and reads nothing of it (`accumulate=False`), as a peer
+    does that leaves the adding to others; plain `NAME` adds.
+    """
     cell, x = problem.cell, problem.x
+    name, _, form = name.partition(":")
+    adds = form != "deltas"
     backend = load_moe_backend(name, device=x.device)
 
     def pool(layout: tuple[int, ...], a: Tensor, b: Tensor) -> MoELoRAWeights:
@@ -141,8 +149,8 @@ def our_call(problem: Problem, name: str) -> Callable[[], None]:
 
     def call() -> None:
         route = backend.route(routing)
-        backend.gate_up(x, gate_up, route, problem.out13)
-        backend.down(x_down, down, route, problem.out2, routed_weights=True)
+        backend.gate_up(x, gate_up, route, problem.out13, accumulate=adds)
+        backend.down(x_down, down, route, problem.out2, routed_weights=True, accumulate=adds)
 
     return call
 
