@@ -32,8 +32,10 @@ def rows_of(report: Path) -> list[dict[str, Any]]:
             "outcome": OUTCOMES[ended[0].tag] if ended else "passed",
             "seconds": round(float(case.get("time", 0)), 2),
         }
+        if "steps" in properties:
+            row["steps"] = int(properties["steps"] or 0)
         if ended:
-            row["message"] = (ended[0].get("message") or "")[:400]
+            row["message"] = (ended[0].get("message") or "").partition("\n")[0][:400]
         rows.append(row)
     return rows
 

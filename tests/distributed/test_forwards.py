@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from lora_core import LoRARequest
 from lora_core.distributed import Forward
 from lora_core.errors import NoBatchPreparedError
 from tests.distributed.engine import H, Model, full_adapter, make, numbers
-from tests.distributed.world import GONE, GROUP_TIMEOUT, Place, World
+from tests.distributed.world import DUMP_WAIT_MS, GONE, GROUP_TIMEOUT, Place, World
 
 SOURCES = {
     "a": full_adapter(1),
@@ -167,12 +168,16 @@ def test_four_ranks(world4):
 # -- soak ------------------------------------------------------------------------------------------
 
 
-def soak(rank, size, steps):
-    """Ranks go idle and busy, adapters come, go and change; every step against newly built state."""
+def soak(rank, size, steps, seconds=math.inf):
+    """Ranks go idle and busy, adapters come, go and change; every step against newly built state.
+
+    Ends after `steps` or, by rank 0's clock, `seconds`; returns the steps made, and the manager's counters.
+    """
     choose = random.Random(0)  # the same on every rank
     manager, model = make(rank, size)
     loaded: dict[str, str] = {}  # name -> source
-    for step in range(steps):
+    begin, step = time.monotonic(), 0
+    while step < steps and manager.ranks.exchange("clock", time.monotonic() - begin)[0] < seconds:
         event = choose.random()
         name, content = choose.choice(["x", "y", "z", "w", "v"]), choose.choice(list(SOURCES))
         if event < 0.3 and name not in loaded:
@@ -204,7 +209,8 @@ def soak(rank, size, steps):
         for n in sorted(loaded):
             fresh.load_adapter(n, SOURCES[loaded[n]])
         assert torch.equal(out, step_of(fresh, again, pairs, x)), step
-    return dataclasses.replace(manager.stats(), batches=0)  # of an idle rank fewer
+        step += 1
+    return step, dataclasses.replace(manager.stats(), batches=0)  # of an idle rank fewer
 
 
 def test_ranks_going_idle_and_busy(world2):
@@ -213,14 +219,18 @@ def test_ranks_going_idle_and_busy(world2):
 
 
 @pytest.mark.slow
-def test_five_hundred_steps():
-    world = World(2, timeout=400)
+def test_five_hundred_steps(place2, request):
+    world = World(2, place2, timeout=400, group_timeout=timedelta(seconds=60))
+    seconds = 60 if place2.device_type == "cuda" else math.inf  # time there is rare
     try:
-        first, second = world.run(soak, 500)
+        first, second = world.run(soak, 500, seconds)
     finally:
         world.close()
+    steps, counters = first
+    request.node.user_properties.append(("steps", steps))
     assert first == second  # every counter
-    assert first.slot_evictions > 10
+    assert steps == 500 or (seconds == 60 and steps >= 100)
+    assert counters.slot_evictions > 10
 
 
 # -- the end of a rank -----------------------------------------------------------------------------
@@ -285,7 +295,7 @@ def test_a_killed_rank_ends_the_others_on_devices(nccl2, among_rows):
     assert_the_last_is_gone(outcomes, codes)
     text = outcomes[0][1]
     if among_rows:
-        assert took < limit.total_seconds() + 30
+        assert took < limit.total_seconds() + 4 * DUMP_WAIT_MS / 1000 + 15
         assert (text == GONE and codes[0] not in {0, None}) or "Error" in text.splitlines()[-1]
     else:
         assert took < limit.total_seconds()

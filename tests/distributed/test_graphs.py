@@ -244,7 +244,7 @@ def soak(rank, size, kind, steps, seconds):
     manager.unload_adapter("a")
     loaded: dict[str, str] = {}  # name -> source
     begin, step = monotonic(), 0
-    while step < steps and manager.ranks.exchange("the clock", monotonic() - begin)[0] < seconds:
+    while step < steps and manager.ranks.exchange("clock", monotonic() - begin)[0] < seconds:
         event = choose.random()
         name, content = choose.choice(["x", "y", "z", "w", "v"]), choose.choice(list(SOURCES))
         if event < 0.3 and name not in loaded:
@@ -280,10 +280,11 @@ def soak(rank, size, kind, steps, seconds):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replays_and_changes(world2, kind):
+def test_replays_and_changes(world2, kind, request):
     on_a_gpu = world2.place.device_type == "cuda"
     steps, seconds = (2000, 15) if on_a_gpu else (8, 60)
     first, second = world2.run(soak, kind, steps, seconds)
+    request.node.user_properties.append(("steps", first))
     assert first == second
     assert first >= 8
 

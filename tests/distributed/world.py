@@ -22,6 +22,8 @@ import torch.multiprocessing as mp
 GROUP_TIMEOUT = timedelta(seconds=20)
 GONE = "the process is gone"
 """What is heard of a rank that ended."""
+DUMP_WAIT_MS = 2500
+"""NCCL's watchdog sleeps four times this long between a timeout and the end of the process."""
 PATIENCE = 5.0
 """Seconds that the other ranks have to say what they saw, after one has failed."""
 
@@ -180,7 +182,7 @@ def _join(rank: int, size: int, place: Place, meeting: str, group_timeout: timed
     if place.device_type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one host
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast touches what other users of a host share
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # nothing to debug: tests kill ranks
+        os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(DUMP_WAIT_MS)
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         place.transport,
