@@ -60,7 +60,7 @@ class FusedTritonBackend(TritonBackend):
             if graph is not None:  # the work list is already on its way
                 self._neutralise(graph)
             raise
-        of_triton = {f.name: getattr(info, f.name) for f in fields(TritonBatchInfo)}
+        of_triton = {f.name: getattr(info, f.name) for f in fields(info) if f.init}
         return FusedBatchInfo(**of_triton, plan=plan)
 
     def _plan(self, batch: LoRABatch, info: TritonBatchInfo) -> Plan | None:
