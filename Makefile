@@ -33,7 +33,7 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-distributed train-adapters test test-slow coverage check format docs mutants \
-	compile-kernels bench bench-plots gpu gpu-sanitize clean refresh-constraints
+	compile-kernels bench bench-plots gpu gpu-distributed gpu-sanitize clean refresh-constraints
 
 help:
 	@sed -n '2,/^$$/p' Makefile | sed 's/^# \{0,1\}//'
@@ -129,7 +129,16 @@ gpu: $(PROJECT_STAMP)
 	for name in $(SUITES); do $(BIN)/lora-core check $$name --device cuda --level standard --jobs 8 \
 		--commit "$$(git rev-parse --short=12 HEAD)" \
 		--json docs/results/conformance-$$name-$(CARD).json || exit 1; done
+	$(BIN)/python -m lora_core.support docs/results > docs/support.md
 	$(BIN)/python -m pytest -m "not slow" --lora-require-device cuda tests plugins
+
+# On a machine with two CUDA devices: the tests of more than one process over NCCL.
+gpu-distributed: $(PROJECT_STAMP)
+	mkdir -p build
+	$(BIN)/python -m pytest -m cuda --lora-require-device cuda --junitxml build/distributed.xml \
+		tests/distributed; status=$$?; $(BIN)/python -m tests.distributed.report \
+		build/distributed.xml --commit "$$(git rev-parse --short=12 HEAD)" \
+		--out docs/results/distributed-$(CARD)x2.json && exit $$status
 
 # Out-of-bounds accesses and races of the kernels over the small grid; some GPU hosts refuse the tool.
 gpu-sanitize: $(PROJECT_STAMP)

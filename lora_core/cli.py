@@ -123,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
 
     check = command("check", _check, "run the conformance suite on an installed backend")
     check.add_argument("name", help="of the backend")
+    check.add_argument(
+        "--family", choices=("dense", "moe"), help="where a name is of both; default: dense"
+    )
     check.add_argument("--device")
     check.add_argument("--level", choices=LEVELS, default="smoke")
     check.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
@@ -440,6 +443,7 @@ def _check(options: argparse.Namespace) -> int:
 
     return run_check(
         options.name,
+        family=options.family,
         device=options.device,
         level=options.level,
         json_path=options.json,

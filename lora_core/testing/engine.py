@@ -8,6 +8,7 @@ be called from a REPL. A family (dense, experts) is a set of checks of one contr
 # ruff: noqa: ARG001 - checks and their cases share one signature
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,7 +263,8 @@ def describe(instance: Instance[Any], subject: SubjectLike, error: BaseException
     lines += ["found: " + (found.strip() or "an assertion without words").replace("\n", "\n  ")]
     if not isinstance(error, CheckFailed):
         lines += [f"at: {_where(error)}"]
-    lines += [f"usual cause: {check.cause}", "to run it alone:"]
+    interpreted = ", with TRITON_INTERPRET=1" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    lines += [f"usual cause: {check.cause}", f"to run it alone{interpreted}:"]
     module = check.run.__module__
     lines += [f"  from {module} import {check.name}"]
     lines += [f"  from {type(instance.case).__module__} import {type(instance.case).__name__}"]

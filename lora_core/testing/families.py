@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_core.errors import BackendNotFoundError
 from lora_core.plugins import Family as FamilyName
-from lora_core.plugins import load_backend, registry
+from lora_core.plugins import load_backend, load_moe_backend, registry
 from lora_core.testing.engine import Family
 
 _HOMES: dict[FamilyName, tuple[str, str]] = {
@@ -21,16 +21,20 @@ def every_family() -> list[Family[Any]]:
     return [_import(*home) for home in _HOMES.values()]
 
 
-def family_of(name: str) -> Family[Any]:
+def family_of(name: str, family: FamilyName | None = None) -> Family[Any]:
     """The family that a backend is registered in; dense where a name is in both.
+
+    Args:
+        name: of the backend.
+        family: look only there.
 
     Raises:
         BackendNotFoundError: no backend has that name.
     """
-    for family, home in _HOMES.items():
-        if name in registry().found[family]:
+    for candidate, home in _HOMES.items():
+        if family in (None, candidate) and name in registry().found[candidate]:
             return _import(*home)
-    load_backend(name)  # raises, naming what there is
+    (load_moe_backend if family == "moe" else load_backend)(name)  # raises, naming what there is
     raise BackendNotFoundError(name)
 
 

@@ -20,6 +20,8 @@ import torch
 
 from lora_core import __version__
 from lora_core.contract import CONTRACT_VERSION
+from lora_core.errors import BackendUnavailableError
+from lora_core.plugins import Family as FamilyName
 from lora_core.testing import engine
 from lora_core.testing.engine import CheckFailed, Family, Instance, Level, NotRunHere
 from lora_core.testing.families import family_of
@@ -139,25 +141,35 @@ def run(
 
 
 def run_in_processes(
-    name: str, *, device: str | None, level: Level, jobs: int, progress: TextIO | None = None
+    name: str,
+    *,
+    family: FamilyName | None = None,
+    device: str | None,
+    level: Level,
+    jobs: int,
+    progress: TextIO | None = None,
 ) -> Report:
     """As `run`, spread over processes: worth it where compiling kernels takes most of the time.
 
     Args:
         name: an installed backend.
+        family: as `family_of`.
         device: where; None leaves it to the backend.
         level: how much.
         jobs: processes; each takes the next check when it is done with one.
         progress: where to show one line per case, as it ends, or None.
     """
-    family = family_of(name)
-    subject = family.subject(name, device=device)
+    checks = family_of(name, family)
+    subject = checks.subject(name, device=device)
     if subject.unavailable is not None:
-        return run(family, subject, level=level)
+        return run(checks, subject, level=level)
     report = Report(subject.label, subject.contract, _describe(subject.device), level)
-    count = len(family.plan(subject, level))
+    count = len(checks.plan(subject, level))
     with ProcessPoolExecutor(
-        jobs, get_context("spawn"), initializer=_begin_worker, initargs=(name, device, level)
+        jobs,
+        get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(name, family, device, level),
     ) as pool:
         cases = [pool.submit(_run_case, index) for index in range(count)]
         for done, case in enumerate(as_completed(cases), 1):
@@ -181,11 +193,11 @@ class _Worker:
 _worker: _Worker | None = None
 
 
-def _begin_worker(name: str, device: str | None, level: Level) -> None:
+def _begin_worker(name: str, family: FamilyName | None, device: str | None, level: Level) -> None:
     global _worker
-    family = family_of(name)
-    subject = family.subject(name, device=device)
-    _worker = _Worker(subject, family.plan(subject, level))
+    checks = family_of(name, family)
+    subject = checks.subject(name, device=device)
+    _worker = _Worker(subject, checks.plan(subject, level))
 
 
 def _run_case(index: int) -> Result:
@@ -273,6 +285,7 @@ def _by_check(results: list[Result]) -> list[str]:
 def run_check(
     name: str,
     *,
+    family: FamilyName | None = None,
     device: str | None = None,
     level: Level = "smoke",
     json_path: str | Path | None = None,
@@ -284,7 +297,8 @@ def run_check(
     """Run the suite on an installed backend and print what became of it.
 
     Args:
-        name: as `load_backend` (or `load_moe_backend`) knows it; looked up in both families.
+        name: as `load_backend` (or `load_moe_backend`) knows it.
+        family: look only there; None takes the dense backend where a name is in both.
         device: where; None leaves it to the backend.
         level: "smoke", "standard" or "large".
         json_path: also write the report there.
@@ -301,8 +315,10 @@ def run_check(
         BackendUnavailableError: `device` is named and the backend cannot run there.
     """
     out = stream if stream is not None else sys.stdout
-    family = family_of(name)
-    subject = family.subject(name, device=device)
+    checks = family_of(name, family)
+    subject = checks.subject(name, device=device)
+    if device is not None and subject.unavailable is not None:
+        raise BackendUnavailableError(str(subject.unavailable))
     print(
         f"{name}: contract {subject.contract}, level {level}, on {_describe(subject.device)}",
         file=out,
@@ -310,11 +326,13 @@ def run_check(
     if find_spec("hypothesis") is None:
         print("drawn batches are left out: install lora-core[testing] for hypothesis", file=out)
     if jobs > 1:
-        report = run_in_processes(name, device=device, level=level, jobs=jobs, progress=out)
+        report = run_in_processes(
+            name, family=family, device=device, level=level, jobs=jobs, progress=out
+        )
         for counted in _by_check(report.results):
             print(counted, file=out)
     else:
-        report = run(family, subject, level=level, progress=out)
+        report = run(checks, subject, level=level, progress=out)
     report.commit = commit
     if require_device is not None:
         report.results = [_required(result, require_device) for result in report.results]

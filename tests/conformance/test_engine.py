@@ -164,7 +164,7 @@ def test_a_subject_that_cannot_run_here_runs_nothing():
 
 def test_run_check_writes_the_report_and_returns_0(tmp_path, monkeypatch):
     family = _family()
-    monkeypatch.setattr(runner, "family_of", lambda name: family)
+    monkeypatch.setattr(runner, "family_of", lambda name, only: family)
     monkeypatch.setattr(family, "subject", lambda name, device: Thing(label=name))
     shown, path = io.StringIO(), tmp_path / "report.json"
     assert run_check("thing", json_path=path, stream=shown) == 0
@@ -179,7 +179,7 @@ def test_run_check_writes_the_report_and_returns_0(tmp_path, monkeypatch):
 
 def test_run_check_returns_1_and_shows_the_message(tmp_path, monkeypatch):
     family = _family()
-    monkeypatch.setattr(runner, "family_of", lambda name: family)
+    monkeypatch.setattr(runner, "family_of", lambda name, only: family)
     monkeypatch.setattr(
         family, "subject", lambda name, device: Thing(label=name, fails={"add[n2]"})
     )
@@ -193,7 +193,7 @@ def test_run_check_returns_1_and_shows_the_message(tmp_path, monkeypatch):
 
 def test_a_required_device_turns_what_was_not_run_into_failures(monkeypatch):
     family = _family()
-    monkeypatch.setattr(runner, "family_of", lambda name: family)
+    monkeypatch.setattr(runner, "family_of", lambda name, only: family)
     monkeypatch.setattr(family, "subject", lambda name, device: Thing(label=name))
     assert run_check("thing", require_device="cuda", stream=io.StringIO()) == 1
     assert run_check("thing", require_device="xpu", stream=io.StringIO()) == 0

@@ -7,9 +7,22 @@ import json
 
 import pytest
 
+from lora_core.errors import BackendUnavailableError
 from lora_core.testing.dense_family import DENSE
+from lora_core.testing.families import family_of
+from lora_core.testing.moe_family import MOE
 from lora_core.testing.runner import run_check
 from lora_core.testing.subject import Subject
+
+
+def test_a_name_of_both_families():
+    assert family_of("torch") is DENSE
+    assert family_of("torch", "moe") is MOE
+
+
+def test_a_device_that_was_asked_for_and_cannot_be_had():
+    with pytest.raises(BackendUnavailableError, match=r"triton.*cpu"):
+        run_check("triton", device="cpu", stream=io.StringIO())
 
 
 @pytest.mark.slow
