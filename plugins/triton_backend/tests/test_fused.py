@@ -99,6 +99,12 @@ class Site:
         return out
 
 
+@pytest.fixture(autouse=True)
+def _small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small batches have a product, on a GPU as in the interpreter."""
+    monkeypatch.setattr(fused, "FUSED_FROM", 24)
+
+
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every product that was computed."""
