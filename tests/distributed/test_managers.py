@@ -157,6 +157,12 @@ def failing_backend(rank, size):
         pytest.fail("it began")
     assert backend.batch_info is None
     assert not manager._lanes[0].slots
+    with (
+        pytest.raises(error),
+        manager.forward(Forward() if rank else Forward([LoRARequest("b")])),
+    ):
+        pytest.fail("it began")
+    assert not manager._lanes[0].slots  # those of the idle rank neither
     if rank == 0:
         backend.prepare_batch = real
     assert_works(manager, model, rank, ["a"])
