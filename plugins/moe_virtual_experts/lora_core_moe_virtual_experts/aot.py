@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import triton
@@ -10,7 +11,9 @@ import triton
 from lora_core.triton_kit import AotCase, Tile
 from lora_core_moe_virtual_experts import tiles
 from lora_core_moe_virtual_experts.backend import vector_of
+from lora_core_moe_virtual_experts.kernels.combine import combine_pairs
 from lora_core_moe_virtual_experts.kernels.expand import expand
+from lora_core_moe_virtual_experts.kernels.product import experts_product
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import (
     compact_tiles,
@@ -25,6 +28,8 @@ from lora_core_moe_virtual_experts.kernels.slots import row_slots
 _INTS = ("P", "K", "W", "N", "G", "S", "E", "KEYS", "CHUNKS", "BLOCKS", "TILES", "REQUESTS", "ROWS")
 _TYPES = {
     "p_x": "*{x}",
+    "p_w": "*{x}",
+    "p_scales": "*{x}",
     "p_a": "*{x}",
     "p_b": "*{x}",
     "p_out": "*{x}",
@@ -40,7 +45,7 @@ _SLOTS, _TOP_K = 8, 8
 
 def cases() -> list[AotCase]:
     """One case per different kernel: decode to prefill in bfloat16, and a few in other forms."""
-    return [*_route_cases(), *_product_cases()]
+    return [*_route_cases(), *_product_cases(), *_shared_cases(), *_core_cases()]
 
 
 def _types(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
@@ -99,6 +104,7 @@ def _product_cases() -> Iterator[AotCase]:
     seen: set[str] = set()
     shapes = [("bf16", 16, model, tokens) for model in _MODELS for tokens in _TOKENS]
     shapes += [("bf16", rank, _MODELS[0], tokens) for rank in (4, 64) for tokens in (8, 2048)]
+    shapes += [("bf16", 32, model, 128) for model in _MODELS]
     shapes += [("fp32", 16, _MODELS[0], tokens) for tokens in (8, 2048)]
     for dtype, rank, (hidden, inner, experts), tokens in shapes:
         pairs = tokens * _TOP_K
@@ -108,6 +114,37 @@ def _product_cases() -> Iterator[AotCase]:
                 if case.label not in seen:
                     seen.add(case.label)
                     yield case
+
+
+def _shared_cases() -> Iterator[AotCase]:
+    """Where experts share A: shrink over rows, sorted by slot or not, and expand that reads its h."""
+    kinds = {"TOP_K": 0, "HAS_MAP": False, "SLICES": 2, "R": 16, "PDL": False, "PAIRS": False}
+    for block_m in (16, 64):
+        own = {"GROUPED": block_m > 16, "SPLITS": 1, "BM": block_m, "BC": 32, "BK": 128}
+        tile = Tile({}, num_warps=4, num_stages=3)
+        yield _case(shrink, f"bf16 rows {_short(own)}", {**kinds, **own}, "bf16", tile)
+    rest = {"ROUTED": False, "ACCUMULATE": True, "SPLITS": 1, "BM": 16, "PARTS": 2, "BN": 128}
+    rest |= {"LOOPS": 8, "AHEAD": 1, "BR": 16, "VEC": 8, "GROUPED": True, "BY_ROW": True}
+    constants = {**kinds, **rest, "TOP_K": 8}
+    del constants["PAIRS"]
+    yield _case(expand, "bf16 rows", constants, "bf16", Tile({}, num_warps=4, num_stages=2))
+
+
+def _core_cases() -> Iterator[AotCase]:
+    """The base product of the cores, plain and packed, and the sum over a row's experts."""
+    picked = {
+        tiles.PRODUCT.pick("sm90", spread=spread, packed=packed): bool(packed)
+        for packed in (0, 1)
+        for spread in (1, 64, 512)
+    }
+    for tile, packed in picked.items():
+        own = {"TOP_K": 8, "PAIRS": False, "INT4": packed, "GROUP": 64 if packed else 1}
+        own |= {name: tile[name] for name in ("BM", "BN", "BK")}
+        case = _case(experts_product, f"bf16 {_short(own)}", own, "bf16", tile)
+        if packed:
+            case = replace(case, types={**case.types, "p_w": "*u8"})
+        yield case
+    yield _case(combine_pairs, "bf16", {"TOP_K": 8, "BN": 512}, "bf16")
 
 
 def _both(

@@ -138,7 +138,9 @@ class TritonExpertsCore(ExpertsCore):
         if not topk_ids.numel():
             return hidden_states if self.config.inplace else torch.empty_like(hidden_states)
         tile = tiles.PRODUCT.pick(
-            family(hidden_states.device), spread=topk_ids.numel() // self.num_experts
+            family(hidden_states.device),
+            spread=topk_ids.numel() // self.num_experts,
+            packed=int(self.gate_up.scales is not None),
         )
         groups = launch_row_route(topk_ids.flatten(), self.num_experts, tile["BM"])
         inner = self._product(hidden_states, self.gate_up, groups, topk_ids.shape, tile)

@@ -56,7 +56,7 @@ def keys_of(routing):
 def test_sorts_and_tiles(chunked, tokens, slots, experts, top_k, monkeypatch):
     if chunked:
         monkeypatch.setattr(route_module, "FEW_PAIRS", 0)
-    monkeypatch.setattr(route_module, "COMPACT_FROM", 60)
+    monkeypatch.setattr(route_module, "_COMPACT_ABOVE", 60)
     routing = make(tokens, slots, experts, top_k)
     order, table = (tensor.cpu() for tensor in launch_route(routing, 16))
     keys = keys_of(routing)
