@@ -40,6 +40,23 @@ def host_us(call: Callable[[], object], device: torch.device, *, calls: int = _C
     return median_interval(samples).median
 
 
+def added_us(step: Callable[[], object], base: Callable[[], object], device: torch.device) -> float:
+    """Median host microseconds of `step` on top of `base`, called in turn: the clock may drift."""
+    differences = []
+    warm_up = _CALLS // 10
+    for i in range(_CALLS + warm_up):
+        start = time.perf_counter()
+        base()
+        between = time.perf_counter()
+        step()
+        took = (time.perf_counter() - between) - (between - start)
+        if i >= warm_up:
+            differences.append(took * 1e6)
+        if i % _IN_FLIGHT == 0 and device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return median_interval(differences).median
+
+
 def rows(backends: Sequence[str], kit: ModuleType | None, *, device: torch.device) -> Iterator[Row]:
     """Every host row: `what, requests, ours_us, peers_us`, and `errors` where something failed."""
     peers = kit.prepare(max_loras=_MAX_LORAS, rank=_RANK, device=device) if kit else {}
@@ -69,17 +86,17 @@ def rows(backends: Sequence[str], kit: ModuleType | None, *, device: torch.devic
     for cell in _sites():
         failures = dense.Failures()
         problem = dense.build(cell, device=device, dtype=torch.bfloat16, layers=1)
-        base = host_us(dense.base_step(problem), device)
+        base = dense.base_step(problem)
         ours, theirs = {}, {}
         for name in backends:
             with failures.recorded(name):
                 backend = load_backend(name, device=device)
                 step = dense.our_step(problem, backend, graph=False)
-                ours[name] = host_us(step, device) - base
+                ours[name] = added_us(step, base, device)
         with failures.recorded("peers"):
             for name, step in dense.peer_steps(problem, kit).items():
                 with failures.recorded(name):
-                    theirs[name] = host_us(step, device) - base
+                    theirs[name] = added_us(step, base, device)
         yield _row(f"one site, eager: {cell.site}", cell.requests, ours, theirs, failures)
 
 
