@@ -124,7 +124,7 @@ def _shared_cases() -> Iterator[AotCase]:
         tile = Tile({}, num_warps=4, num_stages=3)
         yield _case(shrink, f"bf16 rows {_short(own)}", {**kinds, **own}, "bf16", tile)
     rest = {"ROUTED": False, "ACCUMULATE": True, "SPLITS": 1, "BM": 16, "PARTS": 2, "BN": 128}
-    rest |= {"LOOPS": 8, "AHEAD": 1, "BR": 16, "VEC": 8, "GROUPED": True, "BY_ROW": True}
+    rest |= {"LOOPS": 8, "AHEAD": 1, "ROLL": 0, "BR": 16, "VEC": 8, "GROUPED": True, "BY_ROW": True}
     constants = {**kinds, **rest, "TOP_K": 8}
     del constants["PAIRS"]
     yield _case(expand, "bf16 rows", constants, "bf16", Tile({}, num_warps=4, num_stages=2))
@@ -183,6 +183,7 @@ def _both(
         "BN": tile["BN"],
         "LOOPS": min(tile["LOOPS"], triton.cdiv(width, tile["BN"])),
         "AHEAD": tile["AHEAD"],
+        "ROLL": tile["ROLL"],
         "BR": max(16, triton.next_power_of_2(rank)),
         "VEC": vector_of(rank),
     }

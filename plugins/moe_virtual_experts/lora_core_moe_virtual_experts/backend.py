@@ -366,6 +366,7 @@ def _plan_expand(
         BN=tile["BN"],
         LOOPS=loops,
         AHEAD=tile["AHEAD"],
+        ROLL=tile["ROLL"],
         BR=max(16, triton.next_power_of_2(kinds.rank)),
         VEC=vector_of(kinds.rank),
         num_warps=tile.num_warps,
