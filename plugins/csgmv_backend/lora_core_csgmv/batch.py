@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lora_core.batch import BatchInfo
+from lora_core.staged import StagedBatchInfo
 from lora_core_csgmv.segments import SegmentRoom
 
 
@@ -34,7 +34,7 @@ class Segments(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CsgmvBatchInfo(BatchInfo):
+class CsgmvBatchInfo(StagedBatchInfo):
     """The request view of the contract, and beside it the segments of this backend.
 
     Attributes:

@@ -26,7 +26,7 @@ Words = NDArray[np.int32]
 Ints = NDArray[np.signedinteger]
 
 CHUNKS = ((1024, 16), (1 << 62, 32))
-"""(up to this many rows, chunk size): small chunks while the chip has more places than work, larger
+"""(up to this many rows, chunk size, a power of two): small chunks while the chip has more places than work, larger
 ones once a chunk's weights would be read again and again."""
 
 
@@ -166,12 +166,10 @@ def plan_segments(slots: Words, rows: Rows, *, scales: NDArray[np.float32] | Non
         of_group = np.bincount(keys, lengths, minlength=per).astype(np.intp)  # from here on, rows
     of_group[:per] = 0
 
-    pieces = (of_group + (chunk - 1)) // chunk
-    ends = pieces.cumsum()
-    groups = counting(len(pieces)).repeat(pieces)
-    starts = (of_group.cumsum() - of_group) - (ends - pieces) * chunk
+    short = -of_group & (chunk - 1)  # rows that the last chunk of a group lacks
+    groups = counting(len(short)).repeat((of_group + short) // chunk)  # of each segment
     segments = counting(len(groups) + 1) * chunk
-    segments[:-1] += starts.take(groups)
+    segments[:-1] -= (short.cumsum() - short).take(groups)
     segments[-1] = len(permutation)
     return Plan(
         indptr=segments,

@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lora_core.backend import BackendConfig, BaseModule
-from lora_core.batch import NO_LORA, BatchInfo, LoRABatch, RequestTable
+from lora_core.batch import NO_LORA, LoRABatch
 from lora_core.capabilities import Capabilities, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError
-from lora_core.staged import StagedBackend, int32
+from lora_core.staged import StagedBackend, StagedBatchInfo, int32
 from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
@@ -41,20 +41,23 @@ _COUNTERS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TritonBatchInfo(BatchInfo):
+class TritonBatchInfo(StagedBatchInfo):
     """The batch's work list, and one per lm_head pass, in one device buffer.
 
     Attributes:
-        meta: int32, the buffer.
         work: all rows.
         passes: rows of each lm_head pass.
         highest_slot: of the batch, `NO_LORA` without adapters.
     """
 
-    meta: Tensor
     work: WorkList
     passes: tuple[WorkList, ...]
     highest_slot: int
+
+    @property
+    def meta(self) -> Tensor:
+        """The buffer that kernels read."""
+        return self.words
 
 
 class TritonBackend(StagedBackend[TritonBatchInfo]):
@@ -122,13 +125,9 @@ class TritonBackend(StagedBackend[TritonBatchInfo]):
         host = entry.host
         host[: requests + 1] = indptr
         host[at : at + requests] = slots
-        static = None
-        if graph is None:
-            exact = RequestTable(meta[: requests + 1], meta[at : at + requests])
-        else:
+        if requests != most and graph is not None:
             host[requests + 1 : most + 1] = tokens
             host[at + requests : at + most] = NO_LORA
-            exact, static = self._request_tables(graph, requests)
         works = tuple([write(host, place, part) for place, part in zip(rooms, parts, strict=True)])
         entry.send(meta)
         return TritonBatchInfo(
@@ -136,10 +135,10 @@ class TritonBackend(StagedBackend[TritonBatchInfo]):
             mode=batch.mode,
             graph=graph,
             has_active_lora=works[0].num_tiles > 0,
-            req_seg_indptr=exact.seg_indptr,
-            req_slots=exact.slots,
-            static_requests=static,
-            meta=meta,
+            static_requests=None if graph is None else self._static_requests(graph),
+            words=meta,
+            requests=requests,
+            slots_at=at,
             work=works[0],
             passes=works[1:] or works,
             highest_slot=parts[0].highest_slot,

@@ -145,8 +145,8 @@ def cut(slots: Ints, listed: Rows, scales: Ints | None, *, gathered: bool) -> Cu
     scales = None if scales is None else scales[live]
     if not gathered:
         return _split(num_rows, slots, first, rows, scales)
-    row = (first - (rows.cumsum() - rows)).repeat(rows)
-    row += counting(len(row))
+    before = rows.cumsum() - rows
+    row = (first - before).repeat(rows) + counting(int(rows.sum()))
     scales = None if scales is None else scales.repeat(rows)
     return _gather(num_rows, slots.repeat(rows), row, scales)
 
@@ -173,7 +173,8 @@ def _gather(num_rows: int, slots: Ints, rows: Ints | None, scales: Ints | None) 
     order = sortable.argsort(kind="stable")[counts[0] :]
     of_tile = keys.take(order[::size])
     missing = short.take(of_tile)
-    missing[:-1] *= of_tile[1:] != of_tile[:-1]  # of a slot's last tile only
+    if len(order) > size:  # of a slot's last tile only
+        missing[:-1] *= of_tile[1:] != of_tile[:-1]
     return Cut(
         num_rows=num_rows,
         slots=of_tile - 1,
@@ -218,7 +219,7 @@ def write(host: Ints, room: Room, part: Cut) -> WorkList:
         words = len(part.rows)
         host[room.rows_at : room.rows_at + words] = part.rows
         host[room.scales_at : room.scales_at + words] = scales
-    else:
+    elif part.first is not None:
         host[at + 1 : end : 4] = part.first
         host[at + 3 : end : 4] = scales
     return WorkList(room, part.num_rows, total)
