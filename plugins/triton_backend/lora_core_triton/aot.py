@@ -88,7 +88,8 @@ def _expand_cases() -> Iterator[AotCase]:
     for dtype, tile, room in _combinations(tables.EXPAND):
         for layout, embedding in ((_QKV, False), (_ODD, False), (_ODD, True)):
             odd, overtakes = layout is _ODD, bool(tile["OVERTAKES"]) and layout is _QKV
-            bound = expand.constexprs(tile, layout, 64, room, embedding, overtakes)
+            ranks = max(64, tile["BR"])
+            bound = expand.constexprs(tile, layout, ranks, room, embedding, overtakes)
             yield AotCase(
                 label=f"expand[{dtype} {_words(tile)} gathered={room.gathered} "
                 f"slices={layout.num_slices} embedding={embedding}]",

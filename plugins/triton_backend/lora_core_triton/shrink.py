@@ -64,10 +64,11 @@ def shrink_kernel(
     CHAIN: tl.constexpr,
     WIDTH: tl.constexpr,  # packed columns of all slices at full rank, whole blocks
     BM: tl.constexpr,
-    BC: tl.constexpr,
+    FEW: tl.constexpr,  # packed columns at a time, where that is all
+    BC: tl.constexpr,  # and otherwise
     BK: tl.constexpr,
 ):
-    p_group, p_program = tl.program_id(0), tl.program_id(1)
+    p_program = tl.program_id(1)
     p_tile = p_program // SUBTILES
     o_m = (p_program % SUBTILES) * BM + tl.arange(0, BM)
     p_meta = meta + tiles_at + p_tile * 4
@@ -84,23 +85,56 @@ def shrink_kernel(
     total_rank = 0
     for s in tl.static_range(NUM_SLICES):
         total_rank += tl.load(ranks + slot * NUM_SLICES + s)
+    tensors = x + o_row * x_row, a + slot.to(tl.int64) * a_slot, ranks + slot * NUM_SLICES, h
+    p_partial = partial + p_program.to(tl.int64) * splits * (BM * WIDTH)
+    sizes = K, total_rank, splits, group, a_slice, a_rank
+    if FEW == BC or total_rank <= FEW:
+        _sums(
+            *(tensors, p_partial, arrived + p_program, o_row, m_m, sizes, NUM_SLICES, MAX_RANK),
+            *(EVEN_K, SEQUENTIAL, SPLIT, CHAIN, WIDTH, BM, FEW, BK),
+        )
+    else:
+        _sums(
+            *(tensors, p_partial, arrived + p_program, o_row, m_m, sizes, NUM_SLICES, MAX_RANK),
+            *(EVEN_K, SEQUENTIAL, SPLIT, CHAIN, WIDTH, BM, BC, BK),
+        )
+
+
+@triton.jit
+def _sums(
+    tensors,  # rows of x [BM], A and ranks of the slot, h
+    partial,  # of the program's rows
+    arrived,
+    o_row,
+    m_m,
+    sizes,
+    NUM_SLICES: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SEQUENTIAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHAIN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """BC packed columns at a time, all splits of the program."""
+    p_x, p_slot, ranks, h = tensors
+    K, total_rank, splits, group, a_slice, a_rank = sizes
+    p_group = tl.program_id(0)
     o_k = tl.arange(0, BK)
-    p_x = x + o_row[:, None] * x_row + o_k[None, :]  # [BM, BK]
-    p_slot = a + slot.to(tl.int64) * a_slot + o_k[:, None]  # [BK, 1]
-    p_partial = (
-        partial
-        + p_program.to(tl.int64) * splits * (BM * WIDTH)
-        + tl.arange(0, BM)[:, None] * WIDTH
-        + tl.arange(0, BC)[None, :]
-    )  # [BM, BC]
+    p_x = p_x[:, None] + o_k[None, :]  # [BM, BK]
+    p_slot += o_k[:, None]  # [BK, 1]
+    p_partial = partial + tl.arange(0, BM)[:, None] * WIDTH + tl.arange(0, BC)[None, :]  # [BM, BC]
 
     STEPS: tl.constexpr = SPLIT // BK
     CHAIN_STEPS: tl.constexpr = CHAIN // BK
-    ONE_BY_ONE: tl.constexpr = (CHAIN_STEPS <= 1) | (x.dtype.element_ty == tl.float32)
+    ONE_BY_ONE: tl.constexpr = (CHAIN_STEPS <= 1) | (p_x.dtype.element_ty == tl.float32)
     for column in range(0, total_rank, BC):
         o_c = column + tl.arange(0, BC)
         m_c = o_c < total_rank
-        o_slice, o_rank = _unpack(o_c, ranks + slot * NUM_SLICES, NUM_SLICES)
+        o_slice, o_rank = _unpack(o_c, ranks, NUM_SLICES)
         p_a = (
             p_slot + (o_slice.to(tl.int64) * a_slice + o_rank.to(tl.int64) * a_rank)[None, :]
         )  # [BK, BC]
@@ -138,15 +172,16 @@ def shrink_kernel(
             tl.store(p_h, b_h, mask=m_m[:, None] & m_c[None, :])
 
     if not SEQUENTIAL:
+        DEPTH: tl.constexpr = max(8, 512 // BC)  # partial sums that are on their way at once
         tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(arrived + p_program, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             for column in range(0, total_rank, BC):
                 o_c = column + tl.arange(0, BC)
-                o_slice, o_rank = _unpack(o_c, ranks + slot * NUM_SLICES, NUM_SLICES)
+                o_slice, o_rank = _unpack(o_c, ranks, NUM_SLICES)
                 m_h = m_m[:, None] & (o_c < total_rank)[None, :]
                 b_h = tl.zeros((BM, BC), tl.float32)
-                for start in range(0, splits, 8):
-                    for i in tl.static_range(8):  # eight loads in flight; past the end adds 0.0
+                for start in range(0, splits, DEPTH):
+                    for i in tl.static_range(DEPTH):  # past the end adds 0.0
                         b_h += tl.load(
                             p_partial + (start + i) * (BM * WIDTH) + column,
                             mask=m_h & (tl.full((1, 1), start + i, tl.int32) < splits),
@@ -155,7 +190,7 @@ def shrink_kernel(
                         )
                 o_h = (o_slice * MAX_RANK + o_rank)[None, :]
                 tl.store(h + o_row[:, None] * (NUM_SLICES * MAX_RANK) + o_h, b_h, mask=m_h)
-            tl.store(arrived + p_program, 0)
+            tl.store(arrived, 0)
 
 
 @triton.jit
@@ -236,16 +271,16 @@ class _Site:
         self.most_programs = arrived.numel()
         self.partial_size = splits * tile["BM"] * _width(tile, n, max_rank)
         self.split, self.sequential = (
-            _launch(
-                tuple(constexprs(tile, n, max_rank, room, k % SPLIT == 0, sequential).items())
-            ).fix(
+            _launch(tuple(constexprs(tile, n, max_rank, room, k % SPLIT == 0, sequential).items()))
+            .fix(
                 (
                     *(x, meta, a, weights.ranks, some, some, arrived, room.tiles_at, room.rows_at),
                     *(k, x.stride(0), a.stride(0), a.stride(1), a.stride(2), splits),
                     splits if sequential else group,
                 ),
                 varying=(0, 1, 4, 5, 6, 10),
-            ).call
+            )
+            .call
             for sequential in (False, True)
         )
 
@@ -265,15 +300,27 @@ def _launch(bound: tuple[tuple[str, Any], ...]) -> Launch:
     return Launch(shrink_kernel, **dict(bound))
 
 
+def _columns(tile: Tile, n: int, max_rank: int) -> int:
+    """Packed columns at a time: no more than there are."""
+    return min(tile["BC"], max(16, _power_of_two(n * max_rank)))
+
+
 def _width(tile: Tile, n: int, max_rank: int) -> int:
     """Packed columns of n slices at full rank, in whole blocks."""
-    return -(-n * max_rank // tile["BC"]) * tile["BC"]
+    columns = _columns(tile, n, max_rank)
+    return -(-n * max_rank // columns) * columns
+
+
+def _power_of_two(value: int) -> int:
+    """`value` rounded up."""
+    return 1 << (value - 1).bit_length()
 
 
 def constexprs(
     tile: Tile, n: int, max_rank: int, room: Room, even_k: bool, sequential: bool
 ) -> dict[str, Any]:
     """Everything that is compiled into the kernel, by parameter name."""
+    columns = _columns(tile, n, max_rank)
     return {
         "NUM_SLICES": n,
         "MAX_RANK": max_rank,
@@ -285,7 +332,8 @@ def constexprs(
         "CHAIN": CHAIN,
         "WIDTH": _width(tile, n, max_rank),
         "BM": tile["BM"],
-        "BC": tile["BC"],
+        "FEW": min(16 * _power_of_two(n), columns),
+        "BC": columns,
         "BK": tile["BK"] if even_k else min(tile["BK"], 32),  # element-wise loads need registers
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,

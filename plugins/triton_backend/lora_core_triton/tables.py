@@ -3,10 +3,9 @@
 Shape names: `rows` of x rounded up to a power of two, `slices` of the site, `columns` of its output,
 `bytes` per element.
 
-Times are microseconds on top of the base product, by `benchmarks/tune.py` on one H200 (torch 2.11,
-Triton 3.6), in two runs; compare within one run only. Run 1 timed the first form of both kernels
-(splits of 256). Run 2 timed expand as it is now, and shrink with its loop over a split unrolled and two
-stages; shrink's present loop and stages have not been timed.
+Times are microseconds by `benchmarks/tune.py` on one H200 (torch 2.11, Triton 3.6), on top of the base
+product or alone, as each says; compare within one run only. Runs 1 and 2 timed earlier forms of both
+kernels, run 3 the present ones.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ SHRINK = TileTable(
     "shrink",
     ["rows", "slices", "bytes"],
     [
+        # BC: packed columns at most; adapters of up to 16 ranks a slice take that many.
         # GROUP: splits of one program, 0: all of them, in sequence
         Rule(
             Tile({"BM": 16, "BC": 16, "BK": 64, "GROUP": 1}, num_warps=4, num_stages=3),
@@ -46,68 +46,66 @@ SHRINK = TileTable(
             where={"bytes": (4, 4)},
         ),
         Rule(
-            Tile({"BM": 16, "BC": 16, "BK": 128, "GROUP": 1}, num_warps=4, num_stages=4),
-            "run 2, beside the base, r16, T=32 of 8 adapters: down 8.6, 10.7 with 32 columns, 13.2 with "
-            "64; o 5.0, 5.0, 5.2",
-            where={"rows": (1, 512), "slices": (1, 1)},
-        ),
-        Rule(
             Tile({"BM": 16, "BC": 64, "BK": 128, "GROUP": 1}, num_warps=4, num_stages=4),
             "run 2, beside the base: qkv r16 T=32 5.5, 5.9 with 32 columns, 7.0 with 16; T=128 of 32 "
             "adapters 15.6, 17.3, 20.3; gate_up r64 T=32 of 32 adapters 54.7, 57.0, 68.6",
             where={"rows": (1, 512)},
         ),
         Rule(
-            Tile({"BM": 32, "BC": 32, "BK": 64, "GROUP": 2}, num_warps=4, num_stages=4),
-            "too few tiles of rows to fill the GPU with one program each; not measured",
-            where={"rows": (513, 2048), "slices": (1, 2)},
-        ),
-        Rule(
-            Tile({"BM": 32, "BC": 64, "BK": 64, "GROUP": 2}, num_warps=4, num_stages=4),
-            "the same, one pass over x for three slices of rank 16; not measured",
+            Tile({"BM": 16, "BC": 64, "BK": 128, "GROUP": 0}, num_warps=4, num_stages=4),
+            "run 3, alone, r16, T=2048: gate_up 11.7, 16.5 with 32 rows; o 10.8, 13.3",
             where={"rows": (513, 2048)},
         ),
         Rule(
-            Tile({"BM": 32, "BC": 32, "BK": 64, "GROUP": 0}, num_warps=4, num_stages=4),
-            "enough rows to fill the GPU; not measured with this loop (run 2: o T=8192 r16 29 with 3 stages)",
-            where={"slices": (1, 2)},
+            Tile({"BM": 32, "BC": 128, "BK": 128, "GROUP": 0}, num_warps=8, num_stages=3),
+            "run 3, alone, r16, T=4096: qkv of 8 shards 37.9, 42.6 with 64 rows, 39.8 with 16",
+            where={"rows": (2049, 4096)},
         ),
         Rule(
-            Tile({"BM": 32, "BC": 64, "BK": 64, "GROUP": 0}, num_warps=4, num_stages=4),
-            "the same, one pass over x for three slices of rank 16; not measured",
+            Tile({"BM": 64, "BC": 128, "BK": 128, "GROUP": 0}, num_warps=8, num_stages=3),
+            "run 3, alone, T=8192: gate_up r64 60, 80 with 32 rows; o r64 27, 30; down r64 86, 106; qkv r16 32, 38",
         ),
     ],
 )
 
-_FEW = Tile({"BM": 16, "BN": 128, "BR": 16, "OVERTAKES": 0}, num_warps=4, num_stages=3)
-_FEW_EARLY = Tile({"BM": 16, "BN": 128, "BR": 16, "OVERTAKES": 1}, num_warps=4, num_stages=3)
-_EARLY_REASON = (
-    "run 2, r16, after the base alone: o T=1 1.6, T=32 2.4, down T=32 2.3, and without overtaking 2.8, "
-    "3.3, 3.3; with shrink beside the base o T=1 2.8 and 3.6, T=32 4.9 and 5.0; run 1: qkv T=32 lost 0.5"
-)
-
 EXPAND = TileTable(
     "expand",
-    ["rows", "columns", "bytes"],
+    ["rows", "columns", "ranks", "bytes"],
     [
+        # BR: ranks at a time at most; up to 16 ranks take 16.
+        # PANEL: blocks of columns of one program, the next on its way while one is multiplied.
         # OVERTAKES: start before the base product has finished, where a caller allows it
         Rule(
-            Tile({"BM": 16, "BN": 64, "BR": 16, "OVERTAKES": 0}, num_warps=4, num_stages=2),
+            Tile({"BM": 16, "BN": 64, "BR": 16, "PANEL": 1, "OVERTAKES": 0}, 4, 2),
             "float32 products are not for tensor cores: small tiles keep them in registers",
             where={"bytes": (4, 4)},
         ),
         Rule(
-            _FEW_EARLY, _EARLY_REASON, family="sm90", where={"rows": (1, 256), "columns": (1, 4096)}
+            Tile({"BM": 16, "BN": 128, "BR": 64, "PANEL": 1, "OVERTAKES": 1}, 4, 3),
+            "run 2, r16, after the base alone: o T=1 1.6, T=32 2.4, down T=32 2.3, and without overtaking "
+            "2.8, 3.3, 3.3",
+            family="sm90",
+            where={"rows": (1, 256), "columns": (1, 4096)},
         ),
         Rule(
-            _FEW,
-            "run 2, r16, after the base alone: qkv T=32 3.6, of 32 adapters at T=128 6.9 (8.0 with 64 "
-            "columns, 7.2 with 256); gate_up r64 T=32 of 32 adapters 37.9 (51.7 with 64 ranks a block)",
+            Tile({"BM": 16, "BN": 128, "BR": 64, "PANEL": 1, "OVERTAKES": 0}, 4, 3),
+            "run 3: gate_up T=32 7.8, T=128 8.0, of 128 adapters 56.8; with 16 ranks at most 9.1, 9.4, 63.9",
             where={"rows": (1, 512)},
         ),
         Rule(
-            Tile({"BM": 32, "BN": 128, "BR": 16, "OVERTAKES": 0}, num_warps=4, num_stages=3),
-            "r16, o T=8192: run 2 45, 47 with 16 rows, 44 with 64; gate_up T=2048: run 1 94, 105, 104",
+            Tile({"BM": 64, "BN": 128, "BR": 64, "PANEL": 1, "OVERTAKES": 0}, 8, 3),
+            "run 3, r16: qkv of 8 shards T=4096 9.5, 14.7 with panels, which are wider than its slices",
+            where={"columns": (1, 2048)},
+        ),
+        Rule(
+            Tile({"BM": 64, "BN": 128, "BR": 128, "PANEL": 1, "OVERTAKES": 0}, 4, 3),
+            "run 3, T=8192 r128: gate_up 448, qkv 92; in panels of 2 452, 98, of 4 522, 114",
+            where={"ranks": (65, 1 << 20)},
+        ),
+        Rule(
+            Tile({"BM": 64, "BN": 128, "BR": 64, "PANEL": 4, "OVERTAKES": 0}, 8, 3),
+            "run 3, T=8192: gate_up r64 299, r16 263, o r64 45; without panels 338, 285, 50; with 32 rows "
+            "421, 313, 60; 256 columns at once 479, 395, 67",
         ),
     ],
 )

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lora_core import LoRABatch, LoRAWeights, SliceLayout, load_backend
-from lora_core.triton_kit import INTERPRETED
-from lora_core_triton import tables
+from lora_core.triton_kit import INTERPRETED, Rule, Tile, TileTable
+from lora_core_triton import expand as expand_kernel
+from lora_core_triton import sites, tables
 from lora_core_triton.backend import TritonBackend
 
 pytestmark = pytest.mark.skipif(
@@ -162,3 +163,44 @@ def test_the_sum_of_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.Monke
                 rank = int(weights.ranks[slot, s])
                 assert torch.equal(h[:, s, :rank], h_all[rows, s, :rank])
             assert torch.equal(got, out_all[rows])
+
+
+FORMS = {
+    "panels": {"BM": 16, "BN": 16, "BR": 16, "PANEL": 3},
+    "wide-ranks": {"BM": 16, "BN": 32, "BR": 64, "PANEL": 1},
+    "all": {"BM": 16, "BN": 16, "BR": 32, "PANEL": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("all", torch.float32), *((name, dtype) for name in FORMS for dtype in DTYPES[1:])],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_expand_in_every_form(
+    name: str, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels past the end of a slice, ranks of one and of several blocks."""
+    ranks = [[5, 70], [16, 33], [130, 0]]
+    backend = load_backend("triton")
+    weights = make_weights(
+        backend, ranks=ranks, k=32, widths=(50, 7), dtype=dtype, max_rank=140, plain=False
+    )
+    tile = Tile({**FORMS[name], "OVERTAKES": 0})
+    table = TileTable("expand", tables.EXPAND.keys, [Rule(tile, "a form of its own")])
+    monkeypatch.setattr(expand_kernel, "EXPAND", table)
+    monkeypatch.setattr(sites, "_sites", type(sites._sites)())
+    batch = LoRABatch([17, 3, 2, 1], [2, 0, -1, 1], scales=[1.0, 0.5, 1.0, 2.0])
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(23, 32, generator=generator).to(backend.device, dtype)
+    out = torch.randn(23, 57, generator=generator).to(backend.device, dtype)
+    backend.prepare_batch(batch)
+    h = torch.full((23, 2, 140), torch.nan, dtype=torch.float32, device=backend.device)
+    for rows, slot in ((slice(0, 17), 2), (slice(17, 20), 0), (slice(22, 23), 1)):
+        for s, rank in enumerate(ranks[slot]):
+            h[rows, s, :rank] = x[rows].float() @ weights.a[slot, s, :rank].float().T
+    got = backend.expand(h, weights, out.clone()).cpu()
+    expected = out.cpu().double() + oracle(x, weights, batch)
+    largest = expected.abs().amax(dim=1, keepdim=True)
+    assert ((got.double() - expected).abs() <= 8 * torch.finfo(dtype).eps * largest).all()
+    assert torch.equal(got[20:22], out[20:22].cpu())
