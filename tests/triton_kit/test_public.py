@@ -14,6 +14,7 @@ def test_public_names() -> None:
         "Rule",
         "Tile",
         "TileTable",
+        "add_product",
         "dot",
         "family",
     ]
