@@ -1,4 +1,4 @@
-"""Both forms against a loop over rows: mixed ranks, base rows, padding, scales, NaN wherever nothing lies.
+"""The decode form against a loop over rows: mixed ranks, base rows, padding, scales, NaN wherever nothing lies.
 
 Runs in the interpreter (`TRITON_INTERPRET=1`) or on a GPU.
 """
@@ -12,13 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import benchmarks.research.fused.backend as fused
-from benchmarks.research.fused import prefill
 from benchmarks.research.fused.backend import FusedBackend
 from lora_core import LoRABatch
-from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
-from lora_core_triton import tables as triton_tables
 
 RANKS = (16, 0, 33, 8)
 PADDING = 3
@@ -135,66 +131,6 @@ def test_decode_keeps_a_neighbours_weights_out(backend: FusedBackend, poison: fl
     others = [t for t, slot in enumerate(slots) if slot != 2]
     assert torch.equal(after[others], before[others])
     assert not after[1, 5].isfinite()
-
-
-def small_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the prefill form run at sizes that an interpreter can do."""
-    monkeypatch.setattr(fused, "PREFILL_FROM", 65)
-    monkeypatch.setattr(triton_tables, "GATHERED_MAX_ROWS", 8)
-    if INTERPRETED:
-        monkeypatch.setattr(fused, "fits", lambda *_: True)
-        monkeypatch.setattr(prefill, "column_step", lambda _: 128)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "slots"),
-    [
-        ([20, 0, 33, 7, 11, 40], [0, 2, 2, -1, 1, 3]),
-        ([128], [2]),
-        ([64, 64], [-1, 0]),
-        ([2] * 35, [i % 5 - 1 for i in range(35)]),
-        ([70], [-1]),
-    ],
-    ids=["uneven", "one", "aligned", "many", "base"],
-)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_prefill(
-    backend: FusedBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    lengths: list[int],
-    slots: list[int],
-    bias: bool,
-) -> None:
-    small_prefill(monkeypatch)
-    widths = (64, 32, 32) if INTERPRETED else (512, 256, 256)
-    weights = pool(backend, widths, 128, torch.float16)
-    base = linear(128, sum(widths), weights, bias=bias)
-    x = torch.randn(sum(lengths) + PADDING, 128).to(weights.a)
-    batch = LoRABatch(lengths, slots, scales=[1.0 + i / 8 for i in range(len(lengths))])
-    backend.prepare_batch(batch)
-    forms = []
-    real = fused.prefill
-    monkeypatch.setattr(fused, "prefill", lambda *args: forms.append(args) or real(*args))
-    check(backend.linear(x, base, weights), expected(x, base, weights, batch))
-    assert len(forms) == 1
-
-
-def test_prefill_keeps_a_neighbours_weights_out(
-    backend: FusedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_prefill(monkeypatch)
-    widths = (64, 64) if INTERPRETED else (256, 256)
-    weights = pool(backend, widths, 128, torch.float16)
-    base = linear(128, sum(widths), weights, bias=False)
-    lengths, slots = [20, 33, 7, 11], [0, 2, -1, 3]
-    x = torch.randn(sum(lengths), 128).to(weights.a)
-    backend.prepare_batch(LoRABatch(lengths, slots))
-    before = backend.linear(x, base, weights)
-    weights.b[2, 5, 3] = float("nan")
-    after = backend.linear(x, base, weights)
-    others = [*range(20), *range(53, 71)]
-    assert torch.equal(after[others], before[others])
-    assert after[20:53, 5].isnan().all()
 
 
 def test_a_base_without_a_plain_weight_is_called(backend: FusedBackend) -> None:

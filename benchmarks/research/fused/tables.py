@@ -6,13 +6,10 @@ element.
 
 from __future__ import annotations
 
-from lora_core.triton_kit import INTERPRETED, Rule, Tile, TileTable
+from lora_core.triton_kit import Rule, Tile, TileTable
 
 RIDES_UP_TO = 64
 """Rows up to which the base product is bound by reading its weight, so that LoRA rides along."""
-
-PREFILL_FROM = 1024
-"""Rows from which the expand inside the product pays: below, there are too few tiles of the product."""
 
 
 def band(rows: int) -> int:
@@ -56,38 +53,5 @@ DECODE = TileTable(
             where={"columns": (16384, 1 << 30)},
         ),
         Rule(_decode(BN=32, BK=128, stages=5), "one program per multiprocessor"),
-    ],
-)
-
-SHRINK = TileTable(
-    "shrink",
-    ["rows", "columns", "k"],
-    [
-        Rule(
-            Tile({"BM": 16, "BK": 256}, num_warps=4, num_stages=4),
-            "few rows: many small tiles",
-            where={"rows": (1, 2048)},
-        ),
-        Rule(
-            Tile({"BM": 64, "BK": 128}, num_warps=4, num_stages=4),
-            "bound by reading x; 22.6 us at 8192 rows of 4096, 16 rows a tile 27.6",
-        ),
-    ],
-)
-
-_SMALL = {"BM": 16, "BN": 32, "BK": 32, "BAND": 2}  # one interpreted product takes long enough
-PRODUCT = TileTable(
-    "product",
-    ["rows", "columns", "k", "step"],
-    [
-        Rule(
-            Tile(_SMALL if INTERPRETED else {"BM": 128, "BN": 128, "BK": 64, "BAND": 8}, 8, 4),
-            "slices that begin at odd multiples of 128",
-            where={"step": (1, 128)},
-        ),
-        Rule(
-            Tile(_SMALL if INTERPRETED else {"BM": 128, "BN": 256, "BK": 64, "BAND": 8}, 8, 3),
-            "as fast as the library's product at 8192 rows, 128 columns 20 us slower; no room for 4 stages",
-        ),
     ],
 )

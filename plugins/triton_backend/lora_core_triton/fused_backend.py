@@ -97,8 +97,8 @@ class FusedTritonBackend(TritonBackend):
         """`base(x)` plus the delta: one product, or the triton backend's two kernels behind the base."""
         info = self._require_linear("linear", x, weights)
         assert isinstance(info, FusedBatchInfo)
-        tile, weight = self._tile(x, base, weights), base.weight
-        if tile is TWO_KERNELS or info.plan is None or weight is None:
+        weight = base.weight
+        if weight is None or info.plan is None or self.why_two_kernels(x, base, weights):
             return self._linear("linear", x, base, weights, info, info.work)
         rows, work, eager = x.shape[0], info.work, info.graph is None
         self._require_work("linear", rows, info, work, weights)
@@ -108,32 +108,46 @@ class FusedTritonBackend(TritonBackend):
             h = shrink(
                 x, weights, work, info.meta, self.workspace, tiles, scratch=eager, h_scratch=eager
             )
-        return product(x, weight, base.bias, h, weights, info.plan, tile)
+        return product(x, weight, base.bias, h, weights, info.plan, _tile(x, weights))
 
-    @classmethod
-    def _tile(cls, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tile:
-        """How the product of a site is launched; TWO_KERNELS where it is not."""
+    @staticmethod
+    def why_two_kernels(x: Tensor, base: BaseModule, weights: LoRAWeights) -> str | None:
+        """Why a site takes the triton backend's two kernels behind the base module; None: it does not.
+
+        Args:
+            x: [T', K].
+            base: the module.
+            weights: of the site.
+        """
+        if x.shape[0] < FUSED_FROM:
+            return f"fewer than {FUSED_FROM} rows"
         weight, bias, n = base.weight, base.bias, weights.layout.out_features
-        rows, k = x.shape
-        if (
-            rows < FUSED_FROM
-            or weight is None
-            or _has_hooks(base)
-            or tuple(weight.shape) != (n, k)
-            or (weight.dtype, weight.device) != (x.dtype, x.device)
-            or (bias is not None and (bias.dtype != x.dtype or bias.stride(0) != 1))
-            or n * x.element_size() % 16
-            or not (_has_descriptor(x) and _has_descriptor(weight))
-        ):
-            return TWO_KERNELS
-        return PRODUCT.pick(
-            _family(x.device),
-            rows=band(rows),
-            columns=n,
-            k=k,
-            step=column_step(weights.layout),
-            bytes=x.element_size(),
-        )
+        if weight is None:
+            return "the base shows no plain weight"
+        if _has_hooks(base):
+            return "the base has forward hooks, which only a call runs"
+        if tuple(weight.shape) != (n, x.shape[1]):
+            return "the weight is not [N, K]"
+        if (weight.dtype, weight.device) != (x.dtype, x.device):
+            return "x and the weight differ in dtype or device"
+        if bias is not None and (bias.dtype != x.dtype or bias.stride(0) != 1):
+            return "the bias is of another dtype, or strided"
+        if n * x.element_size() % 16 or not (_has_descriptor(x) and _has_descriptor(weight)):
+            return "rows of x, the weight or the output are not contiguous in steps of 16 bytes"
+        if _tile(x, weights) is TWO_KERNELS:
+            return "no tile pays at this GPU, dtype and layout (fused_tables.PRODUCT)"
+        return None
+
+
+def _tile(x: Tensor, weights: LoRAWeights) -> Tile:
+    return PRODUCT.pick(
+        _family(x.device),
+        rows=band(x.shape[0]),
+        columns=weights.layout.out_features,
+        k=x.shape[1],
+        step=column_step(weights.layout),
+        bytes=x.element_size(),
+    )
 
 
 def _home(kind: GraphKind) -> str:

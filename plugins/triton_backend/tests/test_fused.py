@@ -24,7 +24,7 @@ from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core_triton import fused_plan
 from lora_core_triton.fused_backend import FusedTritonBackend
-from lora_core_triton.fused_tables import PLAN_ROWS, TWO_KERNELS, column_step
+from lora_core_triton.fused_tables import PLAN_ROWS, column_step
 
 RANKS = (16, 0, 33, 8)
 PADDING = 3
@@ -238,25 +238,25 @@ def hooked(base: nn.Linear) -> nn.Linear:
 
 
 FALLBACKS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Any], Any]]] = {
-    "quantised": ({}, Tensor.clone, Quantised),
-    "hook": ({}, Tensor.clone, hooked),
-    "float32": ({"dtype": torch.float32}, Tensor.clone, lambda base: base),
-    "K-unaligned": ({"k": 76}, Tensor.clone, lambda base: base),
-    "N-unaligned": ({"widths": (60,)}, Tensor.clone, lambda base: base),
-    "slices-across-tiles": ({"widths": (40, 24)}, Tensor.clone, lambda base: base),
-    "rows-unaligned": (
+    "no plain weight": ({}, Tensor.clone, Quantised),
+    "forward hooks": ({}, Tensor.clone, hooked),
+    "no tile pays": ({"dtype": torch.float32}, Tensor.clone, lambda base: base),
+    "16 bytes": ({"k": 76}, Tensor.clone, lambda base: base),
+    "steps of 16 bytes": ({"widths": (60,)}, Tensor.clone, lambda base: base),
+    "dtype and layout": ({"widths": (40, 24)}, Tensor.clone, lambda base: base),
+    "not contiguous": (
         {},
         lambda x: x.new_zeros(len(x), x.shape[1] + 1)[:, : x.shape[1]].copy_(x),
         lambda base: base,
     ),
-    "few-rows": ({}, lambda x: x[:5], lambda base: base),
+    "fewer than 24 rows": ({}, lambda x: x[:5], lambda base: base),
 }
 
 
 @needs_device
 @pytest.mark.parametrize("why", FALLBACKS)
 def test_what_does_not_fit_takes_two_kernels(why: str, products: list[int]) -> None:
-    """And has the bits of the triton backend."""
+    """And has the bits of the triton backend, and says why."""
     sizes, of_x, of_base = FALLBACKS[why]
     site, plain = (Site(load_backend(name), **sizes) for name in ("triton_fused", "triton"))
     x = of_x(site.x(48 * SCALE))
@@ -264,6 +264,7 @@ def test_what_does_not_fit_takes_two_kernels(why: str, products: list[int]) -> N
     base = of_base(site.base)
     assert torch.equal(site.linear(x, batch, base), plain.linear(x, batch, base))
     assert products == []
+    assert why in str(FusedTritonBackend.why_two_kernels(x, base, site.weights))
 
 
 @needs_device
@@ -362,14 +363,3 @@ def test_column_step_is_the_widest_that_no_slice_begins_within() -> None:
         (40, 24): 8,
     }
     assert {w: column_step(SliceLayout(w)) for w in widths} == widths
-
-
-@needs_device
-def test_the_two_kernel_rule_is_one_object() -> None:
-    """`is` compares it."""
-    assert (
-        FusedTritonBackend._tile(
-            torch.zeros(1, K), nn.Linear(K, 8), Site(load_backend("triton_fused")).weights
-        )
-        is TWO_KERNELS
-    )
