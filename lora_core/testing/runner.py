@@ -171,13 +171,14 @@ def run_in_processes(
         initializer=_begin_worker,
         initargs=(name, family, device, level),
     ) as pool:
-        cases = [pool.submit(_run_case, index) for index in range(count)]
+        # from the end: the last checks of a plan take longest, and none should be left to run alone
+        cases = [pool.submit(_run_case, index) for index in reversed(range(count))]
         for done, case in enumerate(as_completed(cases), 1):
             if progress is not None:
                 result = case.result()
                 told = f"[{done}/{count}] {result.outcome} {result.id} ({result.seconds:.1f} s)"
                 print(told, file=progress, flush=True)
-    report.results = [case.result() for case in cases]
+    report.results = [case.result() for case in reversed(cases)]
     return report
 
 
