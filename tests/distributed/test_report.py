@@ -52,3 +52,13 @@ def test_a_run_that_did_not_end_is_no_success(tmp_path, capsys):
     assert report.main([str(tmp_path / "a.xml"), *out]) == 0
     assert report.main([str(tmp_path / "a.xml"), str(tmp_path / "b.xml"), *out]) == 1
     assert "b.xml: that run did not end" in capsys.readouterr().out
+
+
+def test_an_interrupted_test_did_not_pass(tmp_path):
+    cut = XML.replace("</testsuite></testsuites>", '<testcase time="0"/></testsuite></testsuites>')
+    (tmp_path / "a.xml").write_text(cut)
+    out = tmp_path / "out.json"
+    assert report.main([str(tmp_path / "a.xml"), "--out", str(out)]) == 1
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 2
+    assert result["unfinished"] == ["a.xml"]

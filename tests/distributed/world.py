@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 GROUP_TIMEOUT = timedelta(seconds=20)
 GONE = "the process is gone"
 """What is heard of a rank that ended."""
-DUMP_WAIT_MS = 2500
+DUMP_WAIT_MS = 1000
 """NCCL's watchdog sleeps four times this long between a timeout and the end of the process."""
 PATIENCE = 5.0
 """Seconds that the other ranks have to say what they saw, after one has failed."""
@@ -71,9 +71,9 @@ class World:
         self.processes: list[mp.Process] = []
         self.pipes: list = []
 
-    def run(self, function, *arguments) -> list:
+    def run(self, function, *arguments, timeout: float | None = None) -> list:
         """`function(rank, size, *arguments)` in every process; the results by rank."""
-        outcomes = self.outcomes(function, *arguments, patience=PATIENCE)
+        outcomes = self.outcomes(function, *arguments, patience=PATIENCE, timeout=timeout)
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
         if failed:
             self.close()  # ranks may be at different collectives now
@@ -81,7 +81,11 @@ class World:
         return [value for _, value in outcomes]
 
     def outcomes(
-        self, function, *arguments, patience: float | None = None
+        self,
+        function,
+        *arguments,
+        patience: float | None = None,
+        timeout: float | None = None,
     ) -> list[tuple[bool, object]]:
         """The same, failures included: (True, result) or (False, traceback) by rank.
 
@@ -92,7 +96,8 @@ class World:
         for pipe in self.pipes:
             pipe.send((function, arguments))
         heard: dict[int, tuple[bool, object]] = {}
-        end = monotonic() + self.timeout
+        timeout = timeout or self.timeout
+        end = monotonic() + timeout
         while len(heard) < self.size:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in heard]
             ready = wait(waiting, timeout=max(0.0, end - monotonic()))
@@ -102,7 +107,7 @@ class World:
                     heard.update(dict.fromkeys(silent, (False, "it is still waiting")))
                     break
                 self.close()
-                raise TimeoutError(f"ranks {silent} did not answer in {self.timeout} s: {heard}")
+                raise TimeoutError(f"ranks {silent} did not answer in {timeout} s: {heard}")
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
