@@ -204,3 +204,21 @@ def test_expand_in_every_form(
     largest = expected.abs().amax(dim=1, keepdim=True)
     assert ((got.double() - expected).abs() <= 8 * torch.finfo(dtype).eps * largest).all()
     assert torch.equal(got[20:22], out[20:22].cpu())
+
+
+@pytest.mark.parametrize("table", [tables.SHRINK, tables.EXPAND], ids=lambda table: table.name)
+def test_what_is_summed_in_one_go_does_not_depend_on_the_tile(table: TileTable) -> None:
+    """Chains of 128 are whole steps of every tile; float32, summed step by step, has one step."""
+    name = "BK" if table.name == "shrink" else "BR"
+    of_float32 = [rule.where.get("bytes") == (4, 4) for rule in table.rules]
+    steps = [rule.tile[name] for rule in table.rules]
+    assert (
+        len({step for step, is_float32 in zip(steps, of_float32, strict=True) if is_float32}) == 1
+    )
+    assert all(128 % step == 0 for step in steps)
+
+
+@pytest.mark.parametrize("table", [tables.SHRINK, tables.EXPAND], ids=lambda table: table.name)
+def test_tiles_of_64_rows_stay_where_their_bits_were_compared(table: TileTable) -> None:
+    """From 64 rows on another instruction multiplies: on Hopper it gave the bits of the other."""
+    assert all(rule.tile["BM"] < 64 or rule.family == "sm90" for rule in table.rules)
