@@ -16,7 +16,7 @@ _DTYPES = {
     "fp32": 4,
 }  # fp16 differs from bf16 in nothing but the name of the instruction
 _SITES = (((4096,), 16), ((4096, 1024, 1024), 64), ((4096,), 128))  # widths of the slices, max_rank
-_ROWS = (1, 32, 128, 512, 2048, 8192)
+_ROWS = (1, 32, 128, 512, 2048, 4096, 8192)
 _FAMILIES = ("sm80", "sm90", "sm100")
 _MAX_STACK = (
     32  # a spill of a few words outside the loops, in the branch for more than 32 rows of A

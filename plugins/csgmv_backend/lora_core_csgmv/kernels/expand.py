@@ -1,9 +1,8 @@
 """`out[t, n] += scale(t) * scaling[slot(t), s] * sum_r h[t, s, r] * B[slot(t), n, r]`, in place.
 
-One unit of work is one segment and GROUP blocks of BLOCK_N columns in one slice. BLOCK_T stays below
-64, so that one and the same instruction multiplies however many tokens share the call; the rounding
-of an element then follows from its rank alone. With GATHER, h is read from the rows of an
-embedding's A instead.
+One unit of work is one segment and GROUP blocks of BLOCK_N columns in one slice. BLOCK_R is the same
+for all tiles of a dtype, so the rounding of an element follows from its rank alone. With GATHER, h is
+read from the rows of an embedding's A instead.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:

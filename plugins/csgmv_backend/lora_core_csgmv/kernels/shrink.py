@@ -2,8 +2,7 @@
 
 Rows of A that count, those below the rank of their slice, are packed: a q|k|v adapter of rank 16 is
 48 rows of one product, and x is read once. One unit of work is one segment and up to 64 such rows,
-and with PARALLEL one part of K. BLOCK_T stays below 64, so that one and the same instruction
-multiplies however many tokens share the call.
+and with PARALLEL one part of K.
 
 K is cut into parts of SPLIT, each the sum of chains of at most 128 inputs (of one block in float32,
 see `lora_core.triton_kit.dot`), and the parts' sums are added in ascending order:
