@@ -130,7 +130,8 @@ gpu: $(PROJECT_STAMP)
 		--commit "$$(git rev-parse --short=12 HEAD)" \
 		--json docs/results/conformance-$$name-$(CARD).json || exit 1; done
 	$(BIN)/python -m lora_core.support docs/results > docs/support.md
-	$(BIN)/python -m pytest -m "not slow" --lora-require-device cuda tests plugins
+	$(BIN)/python -m pytest -m "not slow" --lora-require-device cuda --ignore tests/distributed \
+		tests plugins
 
 # On a machine with two CUDA devices: the tests of more than one process over NCCL.
 gpu-distributed: $(PROJECT_STAMP)
