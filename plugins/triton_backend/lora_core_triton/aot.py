@@ -22,8 +22,8 @@ def cases() -> list[AotCase]:
     return [*_shrink_cases(), *_expand_cases(), *_product_cases(), *_seams_cases()]
 
 
-def _combinations(table: TileTable) -> Iterator[tuple[str, Tile, Room]]:
-    """(dtype, tile, room) as they can meet: a rule for 4 bytes is for float32 alone."""
+def _combinations(table: TileTable) -> Iterator[tuple[str, Tile, Room, frozenset[str] | None]]:
+    """(dtype, tile, room, archs) as they can meet: a rule for 4 bytes is for float32 alone."""
     seen: list[tuple[str, Tile, bool]] = []
     for rule in table.rules:
         for dtype, size in _SIZES.items():
@@ -37,7 +37,8 @@ def _combinations(table: TileTable) -> Iterator[tuple[str, Tile, Room]]:
                 key = (dtype, rule.tile, gathered)
                 if fits and (size == 4) == _is_for_float32(rule) and key not in seen:
                     seen.append(key)
-                    yield dtype, rule.tile, room
+                    archs = None if rule.family is None else frozenset({rule.family})
+                    yield dtype, rule.tile, room, archs
 
 
 def _is_for_float32(rule: Rule) -> bool:
@@ -56,7 +57,7 @@ def _shrink_cases() -> Iterator[AotCase]:
         "splits",
         "group",
     )
-    for dtype, tile, room in _combinations(tables.SHRINK):
+    for dtype, tile, room, archs in _combinations(tables.SHRINK):
         for even in (True, False):
             bound = shrink.constexprs(tile, 3 if even else 1, 64, room, even, tile["GROUP"] == 0)
             odd = frozenset[str]() if even else frozenset({"x", "a", "x_row", "a_rank", "K"})
@@ -76,6 +77,7 @@ def _shrink_cases() -> Iterator[AotCase]:
                 options={name: bound.pop(name) for name in _OPTIONS if name in bound},
                 constexprs=bound,
                 unaligned=odd | {"splits", "group"},
+                archs=archs,
                 max_stack=32 if dtype == "fp32" else 0,  # float32 operands live in registers
             )
 
@@ -85,7 +87,7 @@ def _expand_cases() -> Iterator[AotCase]:
         *("tiles_at", "rows_at", "scales_at", "out_row", "h_row", "h_slice"),
         *("b_slot", "b_column", "b_rank", "slots"),
     )
-    for dtype, tile, room in _combinations(tables.EXPAND):
+    for dtype, tile, room, archs in _combinations(tables.EXPAND):
         for layout, embedding in ((_QKV, False), (_ODD, False), (_ODD, True)):
             odd, overtakes = layout is _ODD, bool(tile["OVERTAKES"]) and layout is _QKV
             ranks = max(64, tile["BR"])
@@ -108,7 +110,7 @@ def _expand_cases() -> Iterator[AotCase]:
                 constexprs=bound,
                 ones=frozenset({"b_rank" if odd else "b_column"}),
                 unaligned=frozenset({"out_row", "out"}) if odd else frozenset(),
-                archs=_OVERTAKING if overtakes else None,
+                archs=archs or (_OVERTAKING if overtakes else None),
             )
 
 

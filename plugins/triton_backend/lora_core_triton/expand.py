@@ -318,7 +318,7 @@ def constexprs(
         "BM": tile["BM"],
         "BN": tile["BN"],
         "BR": min(tile["BR"], max(16, 1 << (max_rank - 1).bit_length())),
-        "PANEL": tile["PANEL"],
+        "PANEL": _panel_blocks(tile, layout),
         "OVERTAKES": overtakes,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -328,5 +328,10 @@ def constexprs(
 
 def _panels(tile: Tile, layout: SliceLayout) -> list[int]:
     """Of each slice."""
-    width = tile["BN"] * tile["PANEL"]
+    width = tile["BN"] * _panel_blocks(tile, layout)
     return [-(-columns // width) for columns in layout.widths]
+
+
+def _panel_blocks(tile: Tile, layout: SliceLayout) -> int:
+    """Blocks of columns of one program: one where odd widths are loaded element by element."""
+    return tile["PANEL"] if all(width % 8 == 0 for width in layout.widths) else 1

@@ -184,7 +184,7 @@ def test_expand_in_every_form(
     ranks = [[5, 70], [16, 33], [130, 0]]
     backend = load_backend("triton")
     weights = make_weights(
-        backend, ranks=ranks, k=32, widths=(50, 7), dtype=dtype, max_rank=140, plain=False
+        backend, ranks=ranks, k=32, widths=(56, 8), dtype=dtype, max_rank=140, plain=False
     )
     tile = Tile({**FORMS[name], "OVERTAKES": 0})
     table = TileTable("expand", tables.EXPAND.keys, [Rule(tile, "a form of its own")])
@@ -193,7 +193,7 @@ def test_expand_in_every_form(
     batch = LoRABatch([17, 3, 2, 1], [2, 0, -1, 1], scales=[1.0, 0.5, 1.0, 2.0])
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(23, 32, generator=generator).to(backend.device, dtype)
-    out = torch.randn(23, 57, generator=generator).to(backend.device, dtype)
+    out = torch.randn(23, 64, generator=generator).to(backend.device, dtype)
     backend.prepare_batch(batch)
     h = torch.full((23, 2, 140), torch.nan, dtype=torch.float32, device=backend.device)
     for rows, slot in ((slice(0, 17), 2), (slice(17, 20), 0), (slice(22, 23), 1)):
