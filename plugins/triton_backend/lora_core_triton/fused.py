@@ -30,7 +30,7 @@ from lora_core.triton_kit import INTERPRETED, Launch, Tile, dot
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core_triton.fused_plan import Plan
 
-_SEAM_COLUMNS = (32, 1) if INTERPRETED else (128, 4)
+_SEAM_COLUMNS = (16, 1) if INTERPRETED else (128, 4)
 """Columns of a block of a seam, and blocks of one program: most programs of a graph find no seam."""
 
 

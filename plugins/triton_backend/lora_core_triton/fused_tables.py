@@ -9,7 +9,7 @@ from __future__ import annotations
 from lora_core.triton_kit import INTERPRETED, Rule, Tile, TileTable
 from lora_core.weights import SliceLayout
 
-FUSED_FROM = 24 if INTERPRETED else 2048
+FUSED_FROM = 1 if INTERPRETED else 2048
 """Rows from which the table is asked: below, the product has too few tiles to fill a GPU."""
 
 PLAN_ROWS = 16 if INTERPRETED else 128
@@ -30,10 +30,10 @@ PRODUCT = TileTable(
     [
         Rule(TWO_KERNELS, "float32 products are not for tensor cores", where={"bytes": (4, 4)}),
         Rule(
-            _tile(BN=32, BK=32, warps=4),
+            _tile(BN=16, BK=32, warps=4),
             "the interpreter: small tiles show every seam",
             family="cpu",
-            where={"step": (32, 256)},
+            where={"step": (16, 256)},
         ),
         Rule(
             TWO_KERNELS,
