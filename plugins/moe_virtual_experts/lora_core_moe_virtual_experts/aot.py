@@ -10,9 +10,10 @@ import triton
 
 from lora_core.triton_kit import AotCase, Tile
 from lora_core_moe_virtual_experts import tiles
-from lora_core_moe_virtual_experts.backend import vector_of
+from lora_core_moe_virtual_experts.backend import rank_block, vector_of
 from lora_core_moe_virtual_experts.kernels.combine import combine_pairs
 from lora_core_moe_virtual_experts.kernels.expand import expand
+from lora_core_moe_virtual_experts.kernels.expand_pair import expand_pair
 from lora_core_moe_virtual_experts.kernels.product import experts_product
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import (
@@ -124,7 +125,7 @@ def _shared_cases() -> Iterator[AotCase]:
         tile = Tile({}, num_warps=4, num_stages=3)
         yield _case(shrink, f"bf16 rows {_short(own)}", {**kinds, **own}, "bf16", tile)
     rest = {"ROUTED": False, "ACCUMULATE": True, "SPLITS": 1, "BM": 16, "PARTS": 2, "BN": 128}
-    rest |= {"LOOPS": 8, "AHEAD": 1, "ROLL": 0, "BR": 16, "VEC": 8, "GROUPED": True, "BY_ROW": True}
+    rest |= {"LOOPS": 8, "AHEAD": 1, "BR": 16, "VEC": 8, "GROUPED": True, "BY_ROW": True}
     constants = {**kinds, **rest, "TOP_K": 8}
     del constants["PAIRS"]
     yield _case(expand, "bf16 rows", constants, "bf16", Tile({}, num_warps=4, num_stages=2))
@@ -171,6 +172,20 @@ def _both(
         "BK": tile["BK"],
     }
     yield _case(shrink, f"{label} {_short(own)}", {**kinds, **own}, dtype, tile)
+    if not route["GROUPED"]:
+        tile = tiles.EXPAND_PAIR.pick("sm90", pairs=pairs, outputs=width)
+        own = {
+            "BY_ROW": False,
+            "ROUTED": slices == 1,
+            "ACCUMULATE": True,
+            "SPLITS": splits,
+            "BN": max(16, tile["BN"] * 16 // rank_block(rank)),
+            "BR": rank_block(rank),
+            "VEC": vector_of(rank),
+        }
+        del kinds["GROUPED"]
+        yield _case(expand_pair, f"{label} {_short(own)}", {**kinds, **own}, dtype, tile)
+        return
     tile = tiles.EXPAND.pick("sm90", pairs=pairs, outputs=width, columns=columns)
     block_m = min(tile["BM"], route["BM"])
     own = {
@@ -183,8 +198,7 @@ def _both(
         "BN": tile["BN"],
         "LOOPS": min(tile["LOOPS"], triton.cdiv(width, tile["BN"])),
         "AHEAD": tile["AHEAD"],
-        "ROLL": tile["ROLL"],
-        "BR": max(16, triton.next_power_of_2(rank)),
+        "BR": rank_block(rank),
         "VEC": vector_of(rank),
     }
     yield _case(expand, f"{label} {_short(own)}", {**kinds, **own}, dtype, tile)

@@ -17,6 +17,7 @@ from lora_core.triton_kit import INTERPRETED, Launch, TileTable, family
 from lora_core_moe_virtual_experts import tiles
 from lora_core_moe_virtual_experts.kernels.bound import DEPENDENT_LAUNCH, bound
 from lora_core_moe_virtual_experts.kernels.expand import expand
+from lora_core_moe_virtual_experts.kernels.expand_pair import expand_pair
 from lora_core_moe_virtual_experts.kernels.reduce import reduce_pairs
 from lora_core_moe_virtual_experts.kernels.route import launch_route, launch_row_route
 from lora_core_moe_virtual_experts.kernels.shrink import shrink
@@ -220,11 +221,15 @@ class VirtualExpertsBackend(MoELoRABackend[VirtualRoute]):
         by_row: bool,
     ) -> None:
         b, width, found = weights.b, weights.layout.widths[0], route.pairs
-        plan = _plan_expand(
-            tiles.EXPAND, family(self.device), _kinds(weights, route.routing, found.grouped),
-            by_row, routed_weights, accumulate, h.shape[0], route.routing.topk_ids.numel(), width,
-            found.num_tiles, found.block_m,
-        )  # fmt: skip
+        kinds = _kinds(weights, route.routing, found.grouped)
+        forms = (by_row, routed_weights, accumulate)
+        sizes = (h.shape[0], route.routing.topk_ids.numel(), width)
+        gpu = family(self.device)
+        plan = (
+            _plan_expand(tiles.EXPAND, gpu, kinds, forms, sizes, found.num_tiles, found.block_m)
+            if found.grouped
+            else _plan_expand_pair(tiles.EXPAND_PAIR, gpu, kinds, forms, sizes)
+        )
         plan.launch(
             plan.grid,
             *(h, b, weights.ranks, weights.scalings, route.routing.topk_weights, out),
@@ -321,7 +326,8 @@ def _plan_shrink(
 ) -> _Plan:
     columns = kinds.slices * kinds.rank
     tile = table.pick(gpu, pairs=pairs, inputs=inputs, columns=columns)
-    splits, block_c = tile["SPLITS"], min(tile["BC"], max(16, triton.next_power_of_2(columns)))
+    most = 16 if kinds.top_k == 0 else tile["BC"]  # there are few rows: more, smaller programs
+    splits, block_c = tile["SPLITS"], min(most, max(16, triton.next_power_of_2(columns)))
     launch = bound(
         shrink,
         PAIRS=per_pair,
@@ -337,44 +343,78 @@ def _plan_shrink(
     return _Plan(launch, grid, (splits, entries, columns))
 
 
+_Forms = tuple[bool, bool, bool]
+"""Whether h is by row, routing weights are multiplied in, and out is added to."""
+
+
 @lru_cache(maxsize=4096)
 def _plan_expand(
     table: TileTable,
     gpu: str,
     kinds: _Kinds,
-    by_row: bool,
-    routed: bool,
-    accumulate: bool,
-    splits: int,
-    pairs: int,
-    width: int,
+    forms: _Forms,
+    sizes: tuple[int, int, int],
     num_tiles: int,
     most: int,
 ) -> _Plan:
+    splits, pairs, width = sizes
     tile = table.pick(gpu, pairs=pairs, outputs=width, columns=kinds.slices * kinds.rank)
     block_m = min(tile["BM"], most)
     parts = most // block_m
     loops = min(tile["LOOPS"], triton.cdiv(width, tile["BN"]))
     launch = bound(
         expand,
-        BY_ROW=by_row,
-        ROUTED=routed,
-        ACCUMULATE=accumulate,
         SPLITS=splits,
         BM=block_m,
         PARTS=parts,
         BN=tile["BN"],
         LOOPS=loops,
         AHEAD=tile["AHEAD"],
-        ROLL=tile["ROLL"],
-        BR=max(16, triton.next_power_of_2(kinds.rank)),
-        VEC=vector_of(kinds.rank),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **kinds.constants(gpu),
+        **_expand_constants(gpu, kinds, forms),
+        GROUPED=True,
     )
     grid = (num_tiles * parts, triton.cdiv(width, tile["BN"] * loops), kinds.slices)
     return _Plan(launch, grid)
+
+
+@lru_cache(maxsize=4096)
+def _plan_expand_pair(
+    table: TileTable, gpu: str, kinds: _Kinds, forms: _Forms, sizes: tuple[int, int, int]
+) -> _Plan:
+    splits, pairs, width = sizes
+    tile = table.pick(gpu, pairs=pairs, outputs=width)
+    block_r = rank_block(kinds.rank)
+    block_n = max(16, tile["BN"] * 16 // block_r)  # as many registers at any rank
+    launch = bound(
+        expand_pair,
+        SPLITS=splits,
+        BN=block_n,
+        num_warps=tile.num_warps,
+        **_expand_constants(gpu, kinds, forms),
+    )
+    return _Plan(launch, (pairs, triton.cdiv(width, block_n), kinds.slices))
+
+
+def _expand_constants(gpu: str, kinds: _Kinds, forms: _Forms) -> dict[str, object]:
+    """What both forms of expand have."""
+    by_row, routed, accumulate = forms
+    constants = kinds.constants(gpu)
+    del constants["GROUPED"]
+    return {
+        **constants,
+        "BY_ROW": by_row,
+        "ROUTED": routed,
+        "ACCUMULATE": accumulate,
+        "BR": rank_block(kinds.rank),
+        "VEC": vector_of(kinds.rank),
+    }
+
+
+def rank_block(rank: int) -> int:
+    """BR, the block that holds all ranks."""
+    return max(16, int(triton.next_power_of_2(rank)))
 
 
 def _sizes(routing: MoERouting) -> tuple[int, int, int]:

@@ -38,7 +38,8 @@ def form(request, monkeypatch):
     fix(monkeypatch, "ROUTE", GROUPED=grouped, BM=32 if grouped else 16)
     fix(monkeypatch, "ROWS", GROUPED=grouped, BM=16)
     fix(monkeypatch, "SHRINK", BC=16, BK=16, SPLITS=3)
-    fix(monkeypatch, "EXPAND", BM=16, BN=16, LOOPS=3, AHEAD=2, ROLL=1)
+    fix(monkeypatch, "EXPAND", BM=16, BN=16, LOOPS=3, AHEAD=2)
+    fix(monkeypatch, "EXPAND_PAIR", BN=16)
     return request.param
 
 

@@ -52,7 +52,6 @@ def expand(
     BN: tl.constexpr,
     LOOPS: tl.constexpr,
     AHEAD: tl.constexpr,
-    ROLL: tl.constexpr,
     BR: tl.constexpr,
     VEC: tl.constexpr,
     PDL: tl.constexpr,
@@ -75,7 +74,7 @@ def expand(
         BM,
     )
     if count <= 0:
-        _end_after_shrink(PDL)
+        end_after_shrink(PDL)
         return
     live = key < S * E
     slot = key // E
@@ -108,7 +107,7 @@ def expand(
             p_b_ranks, m_vectors, p_rows, m_pairs, columns + BN, W, s_row, ACCUMULATE
         )
     if rank == 0:
-        _end_after_shrink(PDL)
+        end_after_shrink(PDL)
         if not ACCUMULATE:
             zeros = tl.zeros([BM, BN], p_out.dtype.element_ty)
             for loop in tl.static_range(LOOPS):
@@ -127,62 +126,26 @@ def expand(
         m_h = m_pairs[:, None] & m_ranks[None, :]
         h += tl.load(p_h + h_rows[:, None] + ranks[None, :], mask=m_h, other=0.0)
     h = h.to(p_b.dtype.element_ty)
-    if ROLL:
-        end = tl.minimum((tl.program_id(1) + 1) * (BN * LOOPS), W)
-        for loop in tl.range(0, LOOPS, num_stages=1):
-            here = columns + loop * BN
-            now_b, now_old = b_b, b_old
-            b_b, b_old = b_b2, b_old2
+    for loop in tl.static_range(LOOPS):
+        here = columns + loop * BN
+        now_b, now_old = b_b, b_old
+        b_b, b_old = b_b2, b_old2
+        if loop + AHEAD < LOOPS:
             b_b2, b_old2 = _load_block(
-                p_b_ranks, m_vectors, p_rows, m_pairs, here + AHEAD * BN, end, s_row, ACCUMULATE
+                p_b_ranks, m_vectors, p_rows, m_pairs, here + AHEAD * BN, W, s_row, ACCUMULATE
             )
             if AHEAD == 1:
                 b_b, b_old = b_b2, b_old2
-            _finish_block(
-                h, now_b, now_old, m_ranks, m_pairs, factors, p_rows, p_out, here, W, ACCUMULATE
-            )
-    else:
-        for loop in tl.static_range(LOOPS):
-            here = columns + loop * BN
-            now_b, now_old = b_b, b_old
-            b_b, b_old = b_b2, b_old2
-            if loop + AHEAD < LOOPS:
-                b_b2, b_old2 = _load_block(
-                    p_b_ranks, m_vectors, p_rows, m_pairs, here + AHEAD * BN, W, s_row, ACCUMULATE
-                )
-                if AHEAD == 1:
-                    b_b, b_old = b_b2, b_old2
-            _finish_block(
-                h, now_b, now_old, m_ranks, m_pairs, factors, p_rows, p_out, here, W, ACCUMULATE
-            )
+        now_b = tl.where(m_ranks[None, :], now_b, 0.0)
+        acc = dot(h, tl.trans(now_b), tl.zeros([BM, BN], tl.float32)) * factors[:, None]
+        if ACCUMULATE:
+            acc += now_old.to(tl.float32)
+        mask = m_pairs[:, None] & (here < W)[None, :]
+        tl.store(p_rows + here[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _finish_block(
-    h,  # [BM, BR]
-    b_b,  # [BN, BR]
-    b_old,  # [BM, BN] where it is added to
-    m_ranks,  # [BR]
-    m_pairs,  # [BM]
-    factors,  # [BM]
-    p_rows,  # [BM, 1] - the rows of out
-    p_out,
-    columns,  # [BN]
-    W,
-    ACCUMULATE: tl.constexpr,
-):
-    """One block of out."""
-    b_b = tl.where(m_ranks[None, :], b_b, 0.0)
-    zeros = tl.zeros([h.shape[0], b_b.shape[0]], tl.float32)
-    acc = dot(h, tl.trans(b_b), zeros) * factors[:, None]
-    if ACCUMULATE:
-        acc += b_old.to(tl.float32)
-    mask = m_pairs[:, None] & (columns < W)[None, :]
-    tl.store(p_rows + columns[None, :], acc.to(p_out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _end_after_shrink(PDL: tl.constexpr):
+def end_after_shrink(PDL: tl.constexpr):
     """Of a program that needs no h: kernels after this one rely on shrink having ended, so one waits."""
     if PDL:  # noqa: SIM102 - a constant, and a branch
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
