@@ -13,9 +13,6 @@ from lora_core.triton_kit import Rule, Tile, TileTable
 MIN_SPLIT = 128
 """Every BLOCK_K is at most half of it: a loop of one step would be folded into the sum around it."""
 
-RANKS = 128
-"""Ranks of 16 bits that are summed in one go; part of the rounding, so all tiles have it."""
-
 
 def parameters(tile: Tile) -> dict[str, Any]:
     """Constexprs and launch options of a tile as keyword arguments of `Launch`."""
@@ -97,17 +94,17 @@ EXPAND = TileTable(
         Rule(_expand(16, 64, 32), "interpreter: one shape for any number of rows", "cpu"),
         Rule(_expand(16, 64, 16), "float32: small operands in registers", where={"bytes": (4, 4)}),
         Rule(
-            _expand(16, 128, RANKS),
-            "decode: one block of rows, all ranks in flight at once",
+            _expand(16, 128, 64),
+            "decode: one block of rows, up to 64 ranks in flight at once",
             where={"rows": (0, 1024)},
         ),
         Rule(
-            _expand(32, 128, RANKS, 2, warps=8),
+            _expand(32, 128, 32, 2, warps=8),
             "as for prefill, in smaller groups: there are few segments",
             where={"rows": (0, 4096)},
         ),
         Rule(
-            _expand(32, 128, RANKS, 4, warps=8),
+            _expand(32, 128, 32, 4, warps=8),
             "prefill: the next block of columns is on its way while this one is multiplied; 8 warps "
             "exchange half as often as 4 on the way between product and memory, 11 % at gate_up T=8192. Tiles "
             "of 64 rows fill the registers: gate_up r16 483 us in all, 379 with these",

@@ -1,8 +1,8 @@
 """`out[t, n] += scale(t) * scaling[slot(t), s] * sum_r h[t, s, r] * B[slot(t), n, r]`, in place.
 
-One unit of work is one segment and GROUP blocks of BLOCK_N columns in one slice. BLOCK_R is the same
-for all tiles of a dtype, so the rounding of an element follows from its rank alone. With GATHER, h is
-read from the rows of an embedding's A instead.
+One unit of work is one segment and GROUP blocks of BLOCK_N columns in one slice. Ranks of 16 bits are
+summed in chains of 128, whatever BLOCK_R, so the rounding of an element follows from its rank alone. With
+GATHER, h is read from the rows of an embedding's A instead.
 """
 
 # Triton reads the parameters of kernels itself, annotations would be noise:
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from lora_core.triton_kit import add_product
+from lora_core.triton_kit import add_product, dot
 from lora_core_csgmv.kernels.work import rows_at, scale_at, segment_at
 
 
@@ -132,6 +132,7 @@ def _columns(
     MORE: tl.constexpr,  # the rank may exceed BLOCK_R
 ):
     """GROUP blocks of columns for BLOCK_T rows; what the next block reads is asked for ahead."""
+    CHAIN: tl.constexpr = 128  # ranks of 16 bits that are summed in one go: part of the rounding
     out, p_h, ids, p_b = tensors
     stride_out, stride_h, stride_h_rank, stride_n, stride_rank = strides
     rank, factor, n0, n_end = work
@@ -158,10 +159,19 @@ def _columns(
             next_out = tl.load(p_out[:, None] + n_next[None, :], mask=m_next, other=0.0)
         b_sum = add_product(b_h, b_b, tl.zeros([BLOCK_T, BLOCK_N], tl.float32))
         if MORE and MAX_RANK > BLOCK_R:
+            b_before = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)  # chains that are complete
             for r0 in range(BLOCK_R, rank, BLOCK_R):
                 b_more = _load_b(p_b, n, n_end, r0 + r, rank, stride_n, stride_rank)
                 h_more = _load_h(p_token, t_live, r0 + r, rank, stride_h_rank, MAX_RANK)
-                b_sum = add_product(h_more.to(b_more.dtype), b_more, b_sum)
+                if b_more.dtype == tl.float32:
+                    b_sum = add_product(h_more, b_more, b_sum)
+                else:
+                    if MAX_RANK > CHAIN:  # noqa: SIM102 - decided when it is compiled
+                        if r0 % CHAIN == 0:
+                            b_before += b_sum
+                            b_sum = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+                    b_sum = dot(h_more.to(b_more.dtype), b_more, b_sum)
+            b_sum += b_before
         b_new = tl.fma(b_sum, tl.full([BLOCK_T, BLOCK_N], factor, tl.float32), b_out.to(tl.float32))
         m_out = t_live[:, None] & (n < n_end)[None, :]
         tl.store(p_out[:, None] + n[None, :], b_new.to(b_out.dtype), mask=m_out)
