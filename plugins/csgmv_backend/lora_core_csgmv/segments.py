@@ -116,12 +116,12 @@ class Rows(NamedTuple):
 
     Attributes:
         lengths: int32 `[bs]`, or None when every request has exactly one row: the usual decode.
-        indptr: `[bs + 1]`, where each begins, and the end.
+        indptr: int32 `[bs + 1]`, where each begins, and the end.
         num_rows: of all requests.
     """
 
     lengths: Words | None
-    indptr: Ints
+    indptr: Words
     num_rows: int
 
 
@@ -167,30 +167,25 @@ def plan_segments(slots: Words, rows: Rows, *, scales: NDArray[np.float32] | Non
     of_group[:per] = 0
 
     short = -of_group & (chunk - 1)  # rows that the last chunk of a group lacks
-    chunks = (of_group + short) >> (chunk.bit_length() - 1)
-    # of each segment, the group in front of its own: an adapter's slot, and where sums so far stand
-    before = counting(len(chunks) - 1).repeat(chunks[1:])
-    ends = counting(len(before) + 1) * chunk
-    ends[:-1] -= short.cumsum().take(before)
-    ends[-1] = len(permutation)
-    if per == 1:
-        return Plan(ends, before, permutation, None if factors is None else factors.take(before * 0))
-    groups = before + 1
+    groups = counting(len(short)).repeat((of_group + short) // chunk)  # of each segment
+    segments = counting(len(groups) + 1) * chunk
+    segments[:-1] -= (short.cumsum() - short).take(groups)
+    segments[-1] = len(permutation)
     return Plan(
-        indptr=ends,
-        slots=groups // per - 1,
+        indptr=segments,
+        slots=(groups if per == 1 else groups // per) - 1,
         permutation=permutation,
-        scales=factors.take(groups % per),
+        scales=None if scales is None or not len(scales) else factors.take(groups % per),
     )
 
 
 _INT16 = 1 << 15
-_numbers = np.arange(4096)
+_numbers = np.arange(4096, dtype=np.int32)
 
 
-def counting(count: int) -> Ints:
+def counting(count: int) -> Words:
     """0, 1, ..., count - 1; to be read, never written."""
     global _numbers  # a pure cache
     if count > len(_numbers):
-        _numbers = np.arange(2 * count)
+        _numbers = np.arange(2 * count, dtype=np.int32)
     return _numbers[:count]
