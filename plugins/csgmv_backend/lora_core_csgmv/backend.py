@@ -20,7 +20,7 @@ from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
-from lora_core_csgmv.launches import ARRIVALS, band, expand_call, shrink_call
+from lora_core_csgmv.launches import ARRIVALS, Site, band, expand_call, shrink_call, site_of
 from lora_core_csgmv.segments import plan_segments, room_for, rows_of
 
 _PROGRAMS_PER_SM = 8
@@ -108,38 +108,41 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
     def _prepare(self, batch: LoRABatch, graph: GraphKind | None) -> CsgmvBatchInfo:
         requests, slots = len(batch.lengths), int32(batch.slots)
         listed = [rows_of(lengths) for lengths in (batch.lengths, *batch.logits)]
-        tokens = listed[0].num_rows
+        _, indptr, tokens = listed[0]
         scales = None if batch.scales is None else np.array(batch.scales, np.float32)
         if graph is None:
             table = _table(requests)
             rooms = [room_for(requests=requests, rows=rows.num_rows) for rows in listed]
-            words = table.words + sum([room.words for room in rooms])
-            target = torch.empty(words, dtype=torch.int32, device=self.device)
-            _, *blocks = target.split_with_sizes((table.words, *[room.words for room in rooms]))
+            words = table.words
+            for room in rooms:
+                words += room.words
+            target = self.workspace.sync["arrivals"].new_empty(words)  # sooner than by torch.empty
+            blocks = [target[table.words :]]
+            if len(rooms) > 1:  # a split of one takes three times as long
+                blocks = list(blocks[0].split_with_sizes([room.words for room in rooms]))
         else:
             limits = self._require_graph(
                 graph, requests=requests, tokens=tokens, passes=len(batch.logits)
             )
             table = _table(limits.max_requests)
             room = room_for(requests=limits.max_requests, rows=limits.max_tokens)
-            rooms = [room, room]
+            rooms, words = [room, room], table.words + 2 * room.words
             target, *blocks = [self.workspace.static[name] for name in _static_names(graph)]
 
         plans = [plan_segments(slots, rows, scales=scales) for rows in listed]
         if len(plans) != len(rooms):  # a captured lm_head reads the second block, whoever replays
             plans, listed = plans * 2, listed * 2
-        entry = self.workspace.staging.acquire(table.words + sum([room.words for room in rooms]))
+        entry = self.workspace.staging.acquire(words)
         host = entry.host
-        host[: requests + 1] = listed[0].indptr
+        host[: requests + 1] = indptr
         host[table.slots_at : table.slots_at + requests] = slots
         if requests != table.requests:
             host[1 + requests : table.slots_at] = tokens
             host[table.slots_at + requests : table.words] = NO_LORA
         at, segments = table.words, []
         for plan, rows, room, block in zip(plans, listed, rooms, blocks, strict=True):
-            plan.write(host[at : at + room.words], room)
+            length = plan.write(host[at : at + room.words], room)
             at += room.words
-            length = len(plan.slots)
             segments.append(
                 Segments(
                     num_rows=rows.num_rows,
@@ -213,7 +216,7 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         if info.graph is not None or info.has_active_lora:
             self._require_slots("shrink", weights, info)
             self._check("shrink", x, x.shape[1], weights)
-            self._shrink(x, weights, info.segments, h)
+            self._shrink(x, weights, site_of(weights), info.segments, h)
         return h
 
     @override
@@ -230,13 +233,12 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             self._require_accepted("expand", weights)
             self._require_slots("expand", weights, info)
             self._check("expand", out, weights.layout.out_features, weights)
-            self._expand(h.contiguous(), weights, out, info.segments)
+            self._expand(h.contiguous(), weights, site_of(weights), out, info.segments)
         return out
 
     @override
     def linear(self, x: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
         info = self._require_linear("linear", x, weights)
-        self._require_rows("linear", x.shape[0], info.num_tokens)
         return self._linear("linear", x, base, weights, info, info.segments)
 
     @override
@@ -249,9 +251,7 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
                 f"backend {self.name!r}: lm_head was asked for logits pass {logits_pass}, but the prepared "
                 f"batch has {len(info.passes)}"
             )
-        segments = info.passes[logits_pass]
-        self._require_rows("lm_head", x.shape[0], segments.num_rows)
-        return self._linear("lm_head", x, base, weights, info, segments)
+        return self._linear("lm_head", x, base, weights, info, info.passes[logits_pass])
 
     @override
     def embedding(self, input_ids: Tensor, base: BaseModule, weights: LoRAWeights) -> Tensor:
@@ -269,7 +269,8 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
             self._require_accepted("embedding", weights)
             self._require_slots("embedding", weights, info)
             self._check("embedding", out, weights.layout.out_features, weights)
-            self._expand(weights.a, weights, out, info.segments, ids=input_ids.contiguous())
+            site, ids = site_of(weights), input_ids.contiguous()
+            self._expand(weights.a, weights, site, out, info.segments, ids)
         return out
 
     # -- launches ----------------------------------------------------------------------------------
@@ -283,48 +284,50 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         info: CsgmvBatchInfo,
         segments: Segments,
     ) -> Tensor:
+        rows, eager = x.shape[0], info.graph is None
+        self._require_rows(op, rows, segments.num_rows)
         self._require_plain(weights, op=op)
-        if info.graph is None and not segments.length:
+        if eager and not segments.length:
             return base(x)
         self._require_slots(op, weights, info)
         if x.stride(1) != 1:
             self._check(op, x, x.shape[1], weights)
-        side = None if info.graph is None else self._side
+        site, side = site_of(weights), None if eager else self._side
         # between our own kernels h may be as narrow as the product rounds it to anyway
-        if info.graph is None:
-            h = self._h(x.shape[0], weights)
-        else:
-            h = x.new_empty((x.shape[0], weights.layout.num_slices, weights.max_rank))
+        h = self._h(rows, site, weights) if eager else x.new_empty((rows, *site.h_row))
         if side is None:
             out = base(x)
-            self._shrink(x, weights, segments, h)
+            self._shrink(x, weights, site, segments, h)
         else:
             main = torch.cuda.current_stream(self.device)
             side.wait_stream(main)
             with torch.cuda.stream(side):
-                self._shrink(x, weights, segments, h)
+                self._shrink(x, weights, site, segments, h)
             try:
                 out = base(x)
             finally:
                 main.wait_stream(side)
         self._check(op, out, weights.layout.out_features, weights)
-        overtakes = side is not None and x.shape[0] <= _FEW_ROWS and self._chip in _MAY_OVERTAKE
-        self._expand(h, weights, out, segments, overtakes=overtakes)
+        overtakes = side is not None and rows <= _FEW_ROWS and self._chip in _MAY_OVERTAKE
+        self._expand(h, weights, site, out, segments, None, overtakes)
         return out
 
-    def _shrink(self, x: Tensor, weights: LoRAWeights, segments: Segments, h: Tensor) -> None:
+    def _shrink(
+        self, x: Tensor, weights: LoRAWeights, site: Site, segments: Segments, h: Tensor
+    ) -> None:
         rows = x.shape[0]
         if not rows:
             return
+        block, room = segments.block, segments.room
         partials = arrivals = self.workspace.sync["arrivals"]
-        call = shrink_call(self._chip, x, weights, h, arrivals, segments)
+        key = (rows - 1).bit_length(), h.dtype
+        call = site.shrinks.get(key)
+        if call is None:
+            call = site.shrinks[key] = shrink_call(self._chip, x, weights, h, arrivals, segments)
         if call.partials:
             partials = self._partials(call.partials * rows, scratch=not segments.fixed)
         grid = self._programs(min(segments.bound, rows) * call.units, segments), 1, 1
-        call.launch(
-            *(grid, x, h, partials, arrivals, segments.block, segments.room.segments, rows),
-            x.stride(0),
-        )
+        call.launch(grid, x, h, partials, arrivals, block, room.segments, rows, x.stride(0))
 
     def _partials(self, words: int, *, scratch: bool) -> Tensor:
         """Room for partial sums: scratch that grows, or in a graph memory of the graph's own."""
@@ -335,35 +338,37 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
                 self.workspace.scratch["partials"] = found
         return found
 
-    def _h(self, rows: int, weights: LoRAWeights) -> Tensor:
+    def _h(self, rows: int, site: Site, weights: LoRAWeights) -> Tensor:
         """Scratch `[at least rows, n_slices, R]` in the dtype of the weights, good until the next call."""
-        shape = weights.layout.num_slices, weights.max_rank
-        name = _h_name(shape, weights.b.dtype)
-        found = self.workspace.scratch.get(name)
+        found = self.workspace.scratch.get(site.h_name)
         if found is None or found.shape[0] < rows:
-            found = weights.b.new_empty((band(rows), *shape))
-            self.workspace.scratch[name] = found
+            found = weights.b.new_empty((band(rows), *site.h_row))
+            self.workspace.scratch[site.h_name] = found
         return found
 
     def _expand(
         self,
         h: Tensor,
         weights: LoRAWeights,
+        site: Site,
         out: Tensor,
         segments: Segments,
-        *,
         ids: Tensor | None = None,
         overtakes: bool = False,
     ) -> None:
         rows = out.shape[0]
         if not rows:
             return
-        call = expand_call(self._chip, h, weights, out, ids, segments, overtakes=overtakes)
-        source = segments.block if ids is None else ids
+        block, kind = segments.block, None if ids is None else ids.dtype
+        key = (rows - 1).bit_length(), out.dtype, h.dtype, kind, overtakes
+        call = site.expands.get(key)
+        if call is None:
+            call = site.expands[key] = expand_call(
+                self._chip, h, weights, out, ids, segments, overtakes=overtakes
+            )
         grid = self._programs(min(segments.bound, rows) * call.units, segments), 1, 1
-        call.launch(
-            grid, out, h, source, segments.block, segments.room.segments, rows, out.stride(0)
-        )
+        source = block if ids is None else ids
+        call.launch(grid, out, h, source, block, segments.room.segments, rows, out.stride(0))
 
     def _programs(self, units: int, segments: Segments) -> int:
         """As many as there is work; in a graph, where `units` is only a bound, as fill the chip."""
@@ -415,11 +420,6 @@ class _Table(NamedTuple):
 def _static_names(kind: GraphKind) -> tuple[str, str, str]:
     """The buffer of a graph kind, and in it the blocks of all rows and of the one lm_head pass."""
     return kind, f"{kind}, all rows", f"{kind}, lm_head"
-
-
-@cache
-def _h_name(shape: tuple[int, int], dtype: torch.dtype) -> str:
-    return f"h of {shape[0]} times {shape[1]} {dtype}"
 
 
 @cache

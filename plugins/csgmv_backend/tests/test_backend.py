@@ -140,7 +140,8 @@ def test_a_replay_after_reset_adds_nothing(backend):
     )
     h, out = backend.shrink(x, weights), torch.zeros(8, 64, device=backend.device)
     backend.reset_batch_state()
-    backend._expand(h, weights, out, info.segments)  # what a captured launch would do
+    # what a captured launch would do
+    backend._expand(h, weights, launches.site_of(weights), out, info.segments)
     assert not out.any()
     backend.prepare_batch(LoRABatch([1] * 8, [0, 1, 2, 0, 1, 2, 0, 1], "decode"), graph="decode")
     with pytest.raises(UnsupportedOpError):
@@ -156,7 +157,7 @@ def test_a_failed_prepare_leaves_a_dead_graph(backend):
     with pytest.raises(Exception, match="exceeds init_graph"):
         backend.prepare_batch(LoRABatch([1] * 5, [0] * 5, "decode"), graph="decode")
     assert backend.batch_info is None
-    backend._expand(h, weights, out, info.segments)
+    backend._expand(h, weights, launches.site_of(weights), out, info.segments)
     assert not out.any()
 
 
@@ -167,7 +168,7 @@ def test_a_graph_kind_left_for_another_is_dead(backend):
     info = backend.prepare_batch(LoRABatch([1] * 4, [0, 1, 2, 0], "decode"), graph="decode")
     h, out = backend.shrink(x, weights), torch.zeros(4, 64, device=backend.device)
     backend.prepare_batch(LoRABatch([2, 2], [0, 1]))
-    backend._expand(h, weights, out, info.segments)
+    backend._expand(h, weights, launches.site_of(weights), out, info.segments)
     assert not out.any()
 
 
@@ -179,7 +180,7 @@ def test_rows_past_the_tensor_are_dropped(backend):
     info = backend.prepare_batch(LoRABatch([1] * 8, [0] * 8, "decode"), graph="decode")
     h = torch.ones(4, 1, 8, device=backend.device)
     memory = torch.zeros(8, 64, device=backend.device)
-    backend._expand(h, weights, memory[:4], info.segments)
+    backend._expand(h, weights, launches.site_of(weights), memory[:4], info.segments)
     assert memory[:4].any(dim=1).all()
     assert not memory[4:].any()
 
