@@ -203,7 +203,8 @@ def _begin_worker(name: str, family: FamilyName | None, device: str | None, leve
 
 def _run_case(index: int) -> Result:
     """One case of the plan, in a process of its own."""
-    assert _worker is not None
+    if _worker is None:
+        raise RuntimeError("cases run in processes that _begin_worker has set up")
     instance = _worker.plan[index]
     if _worker.lost_in is not None:
         return Result(instance.id, "failed", f"not run: the device was lost in {_worker.lost_in}")
