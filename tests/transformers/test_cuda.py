@@ -47,6 +47,7 @@ def model(request):
     assert manager.backend.device == model.device
     for adapter in PLAIN:
         manager.load_adapter(adapter, bench.folders[adapter])
+    torch._dynamo.utils.counters.clear()  # reset() leaves them
     yield model
     detach(model)
     torch._dynamo.reset()
