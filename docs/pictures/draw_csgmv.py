@@ -104,8 +104,10 @@ def picture(rows: list[Row]) -> str:
         if tokens in (1, 8, 32, 128, 512, 2048, 8192)
     ]
     for i, (adapters, colour) in enumerate(colours.items()):
-        parts.append(f'<circle cx="{width - 150}" cy="{44 + 16 * i}" r="5" fill="{colour}"/>')
-        parts.append(text(width - 138, 48 + 16 * i, f"{adapters} adapters", "start"))
+        at_y = height - bottom - 70 + 16 * i
+        label = f"{adapters} adapter" + "s" * (adapters > 1)
+        parts.append(f'<circle cx="{left + 100}" cy="{at_y}" r="5" fill="{colour}"/>')
+        parts.append(text(left + 112, at_y + 4, label, "start"))
     for row in rows:
         colour = colours.get(row["adapters"], "gray")
         size = 2 + math.log2(row["rank"]) / 1.5
