@@ -16,6 +16,8 @@ _PALETTE = ("#0b6e4f", "#c84c09", "#3d5a98", "#8b5fbf", "#b8860b", "#777777", "#
 _LIMIT = "physical limit"
 _FLOOR_US = 0.5
 _FONT = 'font-family="sans-serif" font-size="11"'
+_LETTER = 6.5
+"""Width of a letter in that font, rather more than less."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,12 @@ def _document(width: float, height: float, title: str, parts: Sequence[str]) -> 
 
 
 def _legend(colours: Mapping[str, str], y: float, width: float) -> list[str]:
-    step = width / max(len(colours), 1)
-    parts = []
-    for i, (name, colour) in enumerate(colours.items()):
-        x = 20 + i * step
+    needed = [30 + _LETTER * len(name) for name in colours]
+    parts, x = [], 20.0
+    for (name, colour), room in zip(colours.items(), needed, strict=True):
         parts.append(f'<rect x="{x:.1f}" y="{y - 8:.1f}" width="14" height="8" fill="{colour}"/>')
         parts.append(_text(x + 18, y, name, "start"))
+        x += room * max(1.0, width / sum(needed))
     return parts
 
 
@@ -196,7 +198,7 @@ def bars(rows: Sequence[Row], title: str) -> str | None:
         *dict.fromkeys(n for r in rows for n in r["peers"]),
     ]
     colours = _colours([*names, _LIMIT])
-    bar, gap, left = 9, 14, 190
+    bar, gap, left = 9, 14, max(190, round(20 + _LETTER * max(len(describe(row)) for row in rows)))
     cluster = bar * len(names) + gap
     width, height = 900, 70 + cluster * len(rows)
     values = [
