@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs CUDA, or TRITON_INTERPRET=1", allow_module_level=True)
-
 from benchmarks import decoder
 from benchmarks.decoder import BASE, Base, Decoder, Ours, Point, Shape
 from benchmarks.dense import Failures
 from benchmarks.timing import Replay
 from lora_core.layers.moe import ExpertsCore
 
+kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="runs the decoder's kernels: needs CUDA, or TRITON_INTERPRET=1",
+)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = Shape("small", 2, 64, 4, 2, 16, 48, 50)
 EXPERTS = Shape("small-experts", 2, 64, 4, 2, 16, 32, 64, experts=8, top_k=2)
@@ -31,6 +32,7 @@ def short(monkeypatch):
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 16)
 
 
+@kernels
 def test_router_is_softmax_over_the_largest():
     model = Decoder(EXPERTS, device=DEVICE, dtype=torch.float32)
     x = torch.randn(5, 64, device=DEVICE)
@@ -41,6 +43,7 @@ def test_router_is_softmax_over_the_largest():
     torch.testing.assert_close(factors, largest.softmax(1).gather(1, order))
 
 
+@kernels
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=lambda shape: shape.name)
 def test_adapters_are_applied_at_every_site(shape, phase):
@@ -72,6 +75,7 @@ def test_adapters_are_applied_at_every_site(shape, phase):
     torch.testing.assert_close(found, merged, rtol=1e-3, atol=1e-3)
 
 
+@kernels
 def test_rows_of_a_point():
     rows = [
         row
@@ -184,6 +188,7 @@ def plain(monkeypatch):
         use_plain(monkeypatch)
 
 
+@kernels
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS], ids=lambda shape: shape.name)
 def test_plain_torch_computes_the_same(shape, monkeypatch):
     """So that the tests at full depth stand for the kernels too."""
