@@ -27,7 +27,7 @@ CHECK_STAMP   := $(VENV)/.check
 
 # One thread per process: two worker processes share the cores better than one with two threads.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-KERNEL_TESTS := plugins tests/benchmarks/test_fused_forms.py
+KERNEL_TESTS := plugins tests/benchmarks/test_fused_forms.py tests/benchmarks/test_decoder.py
 PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
