@@ -1,4 +1,7 @@
-"""StagedBackend: the state of a batch as one buffer of words, filled on the host and sent in one copy."""
+"""StagedBackend: the state of a batch as one buffer of words, filled on the host and sent in one copy.
+
+Beside it, what fills such a buffer in few calls of numpy: `int32`, `rows_of`, `counting`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import struct
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -19,6 +23,9 @@ from lora_core.capabilities import GraphKind
 from lora_core.workspace import GraphRoom
 
 _INDPTR, _SLOTS = ", indptr", ", slots"  # views of a buffer stand beside it
+
+ONE = int(np.float32(1.0).view(np.int32))
+"""The bits of the scale 1.0."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,3 +127,44 @@ class StagedBackend(LoRABackend[InfoT]):
 def int32(values: Sequence[int]) -> NDArray[np.int32]:
     """`np.array(values, np.int32)` in less than half the time; read-only."""
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32)
+
+
+class Rows(NamedTuple):
+    """The rows of each request in one list.
+
+    Attributes:
+        lengths: int32 `[bs]`, or None when every request has exactly one row: the usual decode.
+        indptr: int32 `[bs + 1]`, where each begins, and the end.
+        num_rows: of all requests.
+    """
+
+    lengths: NDArray[np.int32] | None
+    indptr: NDArray[np.int32]
+    num_rows: int
+
+
+def rows_of(lengths: Sequence[int]) -> Rows:
+    """Host integers as arrays."""
+    requests = len(lengths)
+    if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
+        return Rows(None, counting(requests + 1), requests)
+    found = np.fromiter(lengths, np.int32, requests)
+    indptr = np.zeros(requests + 1, np.int32)
+    found.cumsum(out=indptr[1:])
+    return Rows(found, indptr, int(indptr[-1]))
+
+
+_SignedT = TypeVar("_SignedT", bound=np.signedinteger)
+_counted: dict[type[np.signedinteger], NDArray[np.signedinteger]] = {}
+
+
+@overload
+def counting(count: int) -> NDArray[np.int32]: ...
+@overload
+def counting(count: int, dtype: type[_SignedT]) -> NDArray[_SignedT]: ...
+def counting(count: int, dtype: type[np.signedinteger] = np.int32) -> NDArray[np.signedinteger]:
+    """0, 1, ..., count - 1, out of a pure cache; to be read, never written."""
+    found = _counted.get(dtype)
+    if found is None or count > len(found):
+        found = _counted[dtype] = np.arange(max(4096, 2 * count), dtype=dtype)
+    return found[:count]

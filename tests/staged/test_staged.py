@@ -14,7 +14,7 @@ from lora_core import LoRABatch
 from lora_core.batch import token_slots
 from lora_core.capabilities import Capabilities, GraphKind, Op
 from lora_core.errors import GraphNotInitializedError, UnsupportedOpError
-from lora_core.staged import StagedBackend, StagedBatchInfo, int32
+from lora_core.staged import StagedBackend, StagedBatchInfo, counting, int32
 from lora_core.workspace import GraphRoom
 
 DEAD = -7
@@ -168,3 +168,11 @@ def test_int32_takes_integers_only() -> None:
     for wrong in ([1.5], [2**31], ["1"]):
         with pytest.raises(Exception, match=r"integer|range|format"):
             int32(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.intp])
+def test_counting_grows_and_stays_right(dtype):
+    assert counting(3, dtype).tolist() == [0, 1, 2]
+    big = counting(10_000, dtype)
+    assert big.tolist() == list(range(10_000))
+    assert big.dtype == dtype

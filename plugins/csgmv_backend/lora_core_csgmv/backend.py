@@ -15,13 +15,13 @@ from lora_core.backend import BackendConfig, BaseModule
 from lora_core.batch import NO_LORA, LoRABatch
 from lora_core.capabilities import Capabilities, DTypeName, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError
-from lora_core.staged import StagedBackend, int32
+from lora_core.staged import StagedBackend, int32, rows_of
 from lora_core.triton_kit import INTERPRETED, family
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
 from lora_core_csgmv.batch import CsgmvBatchInfo, Segments
 from lora_core_csgmv.launches import ARRIVALS, Site, band, expand_call, shrink_call, site_of
-from lora_core_csgmv.segments import plan_segments, room_for, rows_of
+from lora_core_csgmv.segments import plan_segments, room_for
 
 _PROGRAMS_PER_SM = 8
 """In a graph: programs that share the work, whatever the batch turns out to be at replay."""

@@ -15,12 +15,13 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lora_core.staged import ONE, Rows, counting
 
 Words = NDArray[np.int32]
 Ints = NDArray[np.signedinteger]
@@ -107,38 +108,10 @@ class Plan(NamedTuple):
         block[0] = count
         block[4 : 5 + count] = self.indptr
         block[room.slots_at : room.slots_at + count] = self.slots
-        scales = _ONE if self.scales is None else self.scales.view(np.int32)
+        scales = ONE if self.scales is None else self.scales.view(np.int32)
         block[room.scales_at : room.scales_at + count] = scales
         block[room.permutation_at : room.permutation_at + len(self.permutation)] = self.permutation
         return count
-
-
-_ONE = int(np.float32(1.0).view(np.int32))  # the bits of 1.0
-
-
-class Rows(NamedTuple):
-    """The rows of each request in one list.
-
-    Attributes:
-        lengths: int32 `[bs]`, or None when every request has exactly one row: the usual decode.
-        indptr: `[bs + 1]`, where each begins, and the end.
-        num_rows: of all requests.
-    """
-
-    lengths: Words | None
-    indptr: Ints
-    num_rows: int
-
-
-def rows_of(lengths: Sequence[int]) -> Rows:
-    """Host integers as arrays."""
-    requests = len(lengths)
-    if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
-        return Rows(None, counting(requests + 1), requests)
-    found = np.fromiter(lengths, np.int32, requests)
-    indptr = np.zeros(requests + 1, np.int32)
-    found.cumsum(out=indptr[1:])
-    return Rows(found, indptr, int(indptr[-1]))
 
 
 def plan_segments(slots: Words, rows: Rows, *, scales: NDArray[np.float32] | None = None) -> Plan:
@@ -167,15 +140,15 @@ def plan_segments(slots: Words, rows: Rows, *, scales: NDArray[np.float32] | Non
         counts = lengths.take(order)
         # a request's rows stand from indptr on; their places in the permutation end at the sum so far
         permutation = (indptr.take(order) + counts - counts.cumsum()).repeat(counts)
-        permutation += counting(len(permutation))
+        permutation += counting(len(permutation), np.intp)
         of_group = np.bincount(keys, lengths, minlength=per).astype(np.intp)  # from here on, rows
     of_group[:per] = 0
 
     short = -of_group & chunk.mask  # rows that the last chunk of a group lacks
     chunks = (of_group + short) >> chunk.shift
     # of each segment, the group before its own: where the sums up to it stand, and the adapter's slot
-    before = counting(len(chunks) - 1).repeat(chunks[1:])
-    bounds = counting(len(before) + 1) * chunk.rows
+    before = counting(len(chunks) - 1, np.intp).repeat(chunks[1:])
+    bounds = counting(len(before) + 1, np.intp) * chunk.rows
     bounds[:-1] -= np.add.accumulate(short).take(before)
     bounds[-1] = len(permutation)
     if factors is None:
@@ -199,12 +172,3 @@ def _chunk(rows: int) -> _Chunk:
 
 _ONE_MORE = np.array(1, np.int32)
 _INT16 = 1 << 15
-_numbers = np.arange(4096)
-
-
-def counting(count: int) -> Ints:
-    """0, 1, ..., count - 1; to be read, never written."""
-    global _numbers  # a pure cache
-    if count > len(_numbers):
-        _numbers = np.arange(2 * count)
-    return _numbers[:count]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_core_csgmv import segments
-from lora_core_csgmv.segments import chunk_size, plan_segments, room_for, rows_of
+from lora_core.staged import rows_of
+from lora_core_csgmv.segments import chunk_size, plan_segments, room_for
 
 
 def expected_plan(slots, lengths, scales, chunk):
@@ -103,9 +103,3 @@ def test_a_block_is_laid_out_as_described():
     assert all(
         at % 4 == 0 for at in (room.slots_at, room.scales_at, room.permutation_at, room.words)
     )
-
-
-def test_counting_grows_and_stays_right():
-    assert segments.counting(3).tolist() == [0, 1, 2]
-    big = segments.counting(10_000)
-    assert big.tolist() == list(range(10_000))

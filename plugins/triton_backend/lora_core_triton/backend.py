@@ -16,7 +16,7 @@ from lora_core.backend import BackendConfig, BaseModule
 from lora_core.batch import NO_LORA, LoRABatch
 from lora_core.capabilities import Capabilities, GraphKind, Op
 from lora_core.errors import BatchMismatchError, TensorMismatchError
-from lora_core.staged import StagedBackend, StagedBatchInfo, int32
+from lora_core.staged import StagedBackend, StagedBatchInfo, int32, rows_of
 from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core.workspace import GraphRoom
@@ -30,7 +30,6 @@ from lora_core_triton.worklist import (
     eager_rooms,
     graph_rooms,
     most_tiles,
-    rows_of,
     slots_at,
     step,
     write,

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_core.batch import NO_LORA
+from lora_core.staged import ONE
 from lora_core.workspace import GraphRoom, StagingRing
 from lora_core_triton.fused_tables import PLAN_ROWS
-
-_ONE = int(np.float32(1.0).view(np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def make(
     tiles = np.full((-(-int(lengths.sum()) // PLAN_ROWS), 2), NO_LORA, np.int32)
     live = (slots >= 0) & (lengths > 0)
     begin, end, slots = begin[live], end[live], slots[live]
-    bits = np.full(len(slots), _ONE, np.int32) if scales is None else scales[live]
+    bits = np.full(len(slots), ONE, np.int32) if scales is None else scales[live]
     first, last = -(-begin // PLAN_ROWS), end // PLAN_ROWS  # tiles of its own: first .. last - 1
     own = np.maximum(last - first, 0)
     at = (first - (own.cumsum() - own)).repeat(own) + np.arange(int(own.sum()))

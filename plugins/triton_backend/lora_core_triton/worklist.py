@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from lora_core.batch import NO_LORA
 from lora_core.capabilities import GraphKind
+from lora_core.staged import ONE, Rows, counting
 from lora_core_triton import tables
 
 Ints = NDArray[np.signedinteger]
-ONE = int(np.float32(1.0).view(np.int32))
 """The bits of the scale 1.0."""
 
 
@@ -99,31 +99,6 @@ class Cut(NamedTuple):
     scales: Ints | None
     highest_slot: int
     gathered: bool
-
-
-class Rows(NamedTuple):
-    """The rows of each request in one list.
-
-    Attributes:
-        lengths: [bs], or None when every request has exactly one row: the usual decode.
-        indptr: [bs + 1], where each begins, and the end.
-        num_rows: of all requests.
-    """
-
-    lengths: Ints | None
-    indptr: Ints
-    num_rows: int
-
-
-def rows_of(lengths: Sequence[int]) -> Rows:
-    """Host integers as arrays."""
-    requests = len(lengths)
-    if isinstance(lengths, list | tuple) and lengths.count(1) == requests:
-        return Rows(None, counting(requests + 1), requests)
-    rows = np.fromiter(lengths, np.int32, requests)
-    indptr = np.zeros(requests + 1, np.int32)
-    rows.cumsum(out=indptr[1:])
-    return Rows(rows, indptr, int(indptr[-1]))
 
 
 def cut(slots: Ints, listed: Rows, scales: Ints | None, *, gathered: bool) -> Cut:
@@ -226,15 +201,6 @@ def write(host: Ints, room: Room, part: Cut) -> WorkList:
 
 
 _INT16 = 1 << 15
-_numbers = np.arange(4096, dtype=np.int32)
-
-
-def counting(count: int) -> NDArray[np.int32]:
-    """0, 1, ..., count - 1; to be read, never written."""
-    global _numbers  # a pure cache
-    if count > len(_numbers):
-        _numbers = np.arange(2 * count, dtype=np.int32)
-    return _numbers[:count]
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_core.staged import rows_of
 from lora_core_triton.worklist import (
     Room,
     WorkList,
@@ -14,7 +15,6 @@ from lora_core_triton.worklist import (
     eager_rooms,
     graph_rooms,
     lists_at,
-    rows_of,
     slots_at,
     write,
 )
