@@ -260,3 +260,8 @@ def test_bits_do_not_depend_on_tiles(backend, dtype, max_rank):
         assert torch.equal(found[0].view(torch.int32), other.view(torch.int32))
     wanted = x[:5].double() @ weights.a[1, 0].double().T
     assert torch.allclose(live[0].double(), wanted[:, : live[0].shape[1]], rtol=1e-2, atol=1e-1)
+
+
+def test_no_step_of_shrink_is_longer_than_a_chain():
+    """A longer one would be summed in one go: other bits, and those of a long chain."""
+    assert all(rule.tile["BLOCK_K"] <= 128 for rule in tiles.SHRINK.rules)

@@ -5,8 +5,8 @@ Shape names: `rows` of x rounded up to a power of two, `slices` of the site, `co
 
 Times are microseconds by `benchmarks/tune.py` on one H200 (torch 2.11, Triton 3.6), on top of the base
 product or alone, as each says; compare within one run only. Runs 1 and 2 timed earlier forms of both
-kernels, run 3 expand and the sizes of shrink, run 4 the kernels as they are. In runs 3 and 4 every tile gave
-the same bits, tiles of 64 rows included.
+kernels, run 3 expand and the sizes of shrink, run 4 the kernels as they are. In both every tile of
+these tables gave the same bits, tiles of 64 rows included.
 """
 
 from __future__ import annotations

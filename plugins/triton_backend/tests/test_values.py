@@ -15,6 +15,7 @@ import torch
 from lora_core import LoRABatch, LoRAWeights, SliceLayout, load_backend
 from lora_core.triton_kit import INTERPRETED, Rule, Tile, TileTable
 from lora_core_triton import expand as expand_kernel
+from lora_core_triton import shrink as shrink_kernel
 from lora_core_triton import sites, tables
 from lora_core_triton.backend import TritonBackend
 
@@ -222,3 +223,8 @@ def test_what_is_summed_in_one_go_does_not_depend_on_the_tile(table: TileTable) 
 def test_tiles_of_64_rows_stay_where_their_bits_were_compared(table: TileTable) -> None:
     """From 64 rows on another instruction multiplies: on Hopper it gave the bits of the other."""
     assert all(rule.tile["BM"] < 64 or rule.family == "sm90" for rule in table.rules)
+
+
+def test_no_step_of_shrink_is_longer_than_a_chain():
+    """A longer one would be summed in one go: other bits, and those of a long chain."""
+    assert all(rule.tile["BK"] <= shrink_kernel.CHAIN for rule in tables.SHRINK.rules)
