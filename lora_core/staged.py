@@ -82,6 +82,9 @@ class StagedBackend(LoRABackend[InfoT]):
     def _neutralise(self, kind: GraphKind) -> None:
         """Fill `workspace.static[kind]` so that captured kernels find no request and nothing to do."""
 
+    def _add_static(self, kind: GraphKind, room: GraphRoom) -> None:
+        """Add to `workspace.static` what else a graph kind needs, or views of its buffer that stay."""
+
     @override
     def prepare_batch(self, batch: LoRABatch, *, graph: GraphKind | None = None) -> InfoT:
         previous = self.batch_info
@@ -116,6 +119,7 @@ class StagedBackend(LoRABackend[InfoT]):
         self.workspace.static[kind] = buffer
         self.workspace.static[kind + _INDPTR] = buffer[: max_requests + 1]
         self.workspace.static[kind + _SLOTS] = buffer[at : at + max_requests]
+        self._add_static(kind, room)
         self._neutralise(kind)
 
     def _static_requests(self, kind: GraphKind) -> RequestTable:

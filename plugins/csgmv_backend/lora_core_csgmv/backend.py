@@ -171,11 +171,10 @@ class CsgmvBackend(StagedBackend[CsgmvBatchInfo]):
         )
 
     @override
-    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
-        super().init_graph(kind, max_requests=max_requests, max_tokens=max_tokens)
-        words = room_for(requests=max_requests, rows=max_tokens).words
+    def _add_static(self, kind: GraphKind, room: GraphRoom) -> None:
+        words = room_for(requests=room.max_requests, rows=room.max_tokens).words
         name, *parts = _static_names(kind)
-        at, static = _table(max_requests).words, self.workspace.static
+        at, static = _table(room.max_requests).words, self.workspace.static
         blocks = static[name][at:].split_with_sizes((words, words))
         static.update(zip(parts, blocks, strict=True))
 

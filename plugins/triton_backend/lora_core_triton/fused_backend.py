@@ -18,6 +18,7 @@ from lora_core.capabilities import Capabilities, GraphKind
 from lora_core.staged import int32
 from lora_core.triton_kit import Tile, family
 from lora_core.weights import LoRAWeights
+from lora_core.workspace import GraphRoom
 from lora_core_triton import fused_plan
 from lora_core_triton.backend import TritonBackend, TritonBatchInfo
 from lora_core_triton.fused import product
@@ -81,11 +82,10 @@ class FusedTritonBackend(TritonBackend):
         )
 
     @override
-    def init_graph(self, kind: GraphKind, *, max_requests: int, max_tokens: int) -> None:
-        words = fused_plan.plan_words(max_tokens, max_requests)
+    def _add_static(self, kind: GraphKind, room: GraphRoom) -> None:
+        words = fused_plan.plan_words(room.max_tokens, room.max_requests)
         plan = torch.empty(words, dtype=torch.int32, device=self.device)
         self.workspace.static[_home(kind)] = plan
-        super().init_graph(kind, max_requests=max_requests, max_tokens=max_tokens)
 
     @override
     def _neutralise(self, kind: GraphKind) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import lora_core_triton.fused_backend as fused
 from lora_core import LoRABatch, load_backend
+from lora_core.errors import UnsupportedOpError
 from lora_core.triton_kit import INTERPRETED
 from lora_core.weights import LoRAWeights, SliceLayout
 from lora_core_triton import fused_plan
@@ -282,6 +283,14 @@ def test_a_strided_input_is_read_where_it_lies(products: list[int]) -> None:
 
 
 @needs_device
+def test_a_graph_kind_that_is_refused_allocates_nothing() -> None:
+    backend = load_backend("triton_fused")
+    kind: Any = "encode"
+    with pytest.raises(UnsupportedOpError, match="init_graph"):
+        backend.init_graph(kind, max_requests=4, max_tokens=4096)
+    assert not backend.workspace.static
+
+
 def test_a_plan_that_cannot_be_sent_leaves_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = load_backend("triton_fused")
     backend.init_graph("prefill", max_requests=2, max_tokens=64 * SCALE)
