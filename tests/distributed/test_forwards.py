@@ -168,6 +168,21 @@ def test_four_ranks(world4):
 # -- soak ------------------------------------------------------------------------------------------
 
 
+def change_adapters(choose, manager, loaded):
+    """Perhaps load, unload or refresh an adapter; `loaded` (name -> source) is kept."""
+    event = choose.random()
+    name, content = choose.choice(["x", "y", "z", "w", "v"]), choose.choice(list(SOURCES))
+    if event < 0.3 and name not in loaded:
+        manager.load_adapter(name, SOURCES[content])
+        loaded[name] = content
+    elif event < 0.4 and name in loaded:
+        manager.unload_adapter(name)
+        del loaded[name]
+    elif event < 0.5 and name in loaded:
+        manager.refresh(name, SOURCES[content])
+        loaded[name] = content
+
+
 def soak(rank, size, steps, seconds=math.inf):
     """Ranks go idle and busy, adapters come, go and change; every step against newly built state.
 
@@ -178,17 +193,7 @@ def soak(rank, size, steps, seconds=math.inf):
     loaded: dict[str, str] = {}  # name -> source
     begin, step = time.monotonic(), 0
     while step < steps and manager.ranks.exchange("clock", time.monotonic() - begin)[0] < seconds:
-        event = choose.random()
-        name, content = choose.choice(["x", "y", "z", "w", "v"]), choose.choice(list(SOURCES))
-        if event < 0.3 and name not in loaded:
-            manager.load_adapter(name, SOURCES[content])
-            loaded[name] = content
-        elif event < 0.4 and name in loaded:
-            manager.unload_adapter(name)
-            del loaded[name]
-        elif event < 0.5 and name in loaded:
-            manager.refresh(name, SOURCES[content])
-            loaded[name] = content
+        change_adapters(choose, manager, loaded)
         usable = choose.sample(sorted(loaded), min(3, len(loaded)))  # as many as slots
         everybody = [
             []

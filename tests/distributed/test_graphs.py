@@ -25,7 +25,14 @@ from tests.distributed.engine import (
     numbers,
 )
 from tests.distributed.graphs import RankGraph
-from tests.distributed.test_forwards import SOURCES, assert_right, load_all, requests_of, rows
+from tests.distributed.test_forwards import (
+    SOURCES,
+    assert_right,
+    change_adapters,
+    load_all,
+    requests_of,
+    rows,
+)
 
 ROOM = 5
 """Rows of every rank in a graph, and requests."""
@@ -245,17 +252,7 @@ def soak(rank, size, kind, steps, seconds):
     loaded: dict[str, str] = {}  # name -> source
     begin, step = monotonic(), 0
     while step < steps and manager.ranks.exchange("clock", monotonic() - begin)[0] < seconds:
-        event = choose.random()
-        name, content = choose.choice(["x", "y", "z", "w", "v"]), choose.choice(list(SOURCES))
-        if event < 0.3 and name not in loaded:
-            manager.load_adapter(name, SOURCES[content])
-            loaded[name] = content
-        elif event < 0.4 and name in loaded:
-            manager.unload_adapter(name)
-            del loaded[name]
-        elif event < 0.5 and name in loaded:
-            manager.refresh(name, SOURCES[content])
-            loaded[name] = content
+        change_adapters(choose, manager, loaded)
         usable = [*choose.sample(sorted(loaded), min(3, len(loaded))), None]
         drawn = [
             []

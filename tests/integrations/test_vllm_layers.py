@@ -7,18 +7,12 @@ both already.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
-
 import pytest
+
+from tests.integrations.engines import folders_of, report_of
 
 pytestmark = pytest.mark.slow
 
-HERE, REPOSITORY = Path(__file__).parent, Path(__file__).parents[2]
 VLLM = "vllm==0.33.0"
 IMPORTS = """
 aiohappyeyeballs aiohttp aiosignal anyio apache-tvm-ffi attrs blake3 cachetools cbor2 certifi
@@ -36,48 +30,20 @@ LINEAR = {
 }
 
 
-def pip(*arguments: str | Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)],
-        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"{VLLM} cannot be had here: {done.stderr.strip().splitlines()[-1]}")
-
-
 @pytest.fixture(scope="module")
 def vllm() -> list[str]:
     """Folders with vLLM and with what it imports."""
-    if given := os.environ.get("LORA_CORE_TEST_VLLM"):
-        return given.split(os.pathsep)
-    root = REPOSITORY / "build" / "engines" / VLLM
-    if not (root / "complete").exists():
-        pip("download", "--quiet", "--no-deps", "--dest", root, VLLM)
-        (wheel,) = root.glob("*.whl")
-        zipfile.ZipFile(wheel).extractall(root / "vllm")
-        wheel.unlink()
-        pip("install", "--quiet", "--no-deps", "--target", root / "imports", *IMPORTS)
-        (root / "complete").touch()
-    return [str(root / "vllm"), str(root / "imports")]
+    return folders_of(VLLM, IMPORTS)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "csgmv"])
 def test_layers_of_vllm_compute_each_rows_own_adapter(vllm, backend):
-    interpreted = backend != "torch"
-    done = subprocess.run(
-        [sys.executable, HERE / "vllm_engine.py"],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *vllm]),
-            "LORA_CORE_VLLM": backend,
-            "VLLM_TARGET_DEVICE": "cpu",
-            "OMP_NUM_THREADS": "1",
-            **({"TRITON_INTERPRET": "1"} if interpreted else {}),
-        },
-        capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    environment = {
+        "LORA_CORE_VLLM": backend,
+        "VLLM_TARGET_DEVICE": "cpu",
+        **({"TRITON_INTERPRET": "1"} if backend != "torch" else {}),
+    }
+    report = report_of("vllm_engine.py", vllm, environment)
     assert report["wrapper"] == "lora_core.integrations._vllm_punica"
     assert report["backend"] == backend
     assert set(report["layers"]) == LINEAR | {
